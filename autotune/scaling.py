@@ -4,12 +4,14 @@ No running job is needed: planners compute settings from a model of the job, and
 command line prints and plots the resulting table.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from sirtaki.comm.plan import CommPlan, GradientLayout
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, require
 from sirtaki.measures import LinkModel
 
 from .arms.planners import make_planners
@@ -17,8 +19,62 @@ from .knobs import Knobs, KnobSpace
 from .model.fits import ContentionModel
 from .model.planning import PlanningModel
 from .model.simulator import Profile
+from .trial import Trial
 
-DEFAULT = "default"
+DEFAULT, KEPT = "default", "kept"
+"""Names of the untuned setting and of the setting that the job kept, in place of a planner's name."""
+
+LEAST_ERROR = 0.12
+OWN_SHARE = 1.5
+RANKS_ERROR = 0.10
+UNMEASURED_ERROR = 0.10
+"""Errors of a predicted step on a logarithmic scale, from measurements by `python -m bench.plan`: of any prediction, as
+a multiple of the model's median error for the job's own settings, for each factor of e by which the number of ranks
+changes, and if the job's network was not measured because all ranks were on one host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAccuracy:
+    """Error of the model of a job, as measured by the settings that the job tried.
+
+    Attributes:
+        settings: number of compared settings.
+        median, most: median and 90th percentile of the settings' errors |ln(predicted step / measured step)|.
+    """
+
+    settings: int
+    median: float
+    most: float
+
+    @classmethod
+    def of(cls, model: PlanningModel, trials: Sequence[Trial]) -> "ModelAccuracy | None":
+        """Compare the predicted step of each tried setting with the measured one. None if no trial can be compared.
+
+        Args:
+            model: model of the job. Its forward pass is the time of a step outside of communication.
+            trials: measured settings.
+        """
+        errors = []
+        for trial in trials:
+            span_s = model.expected_s(trial.knobs)
+            if span_s is not None and trial.span_s > 0:
+                before_s = model.profile.forward_s
+                errors.append(abs(math.log((before_s + span_s) / (before_s + trial.span_s))))
+        if not errors:
+            return None
+        most = sorted(errors)[math.ceil(0.9 * len(errors)) - 1]
+        return cls(settings=len(errors), median=median(errors), most=most)
+
+    def half_width(self, *, from_ranks: int, to_ranks: int, is_measured: bool = True) -> float:
+        """Return the half width of the interval of a predicted step, on a logarithmic scale.
+
+        Args:
+            from_ranks: number of ranks of the job.
+            to_ranks: number of ranks of the prediction.
+            is_measured: whether the job's ranks communicated over a network.
+        """
+        ranks = RANKS_ERROR * math.log(to_ranks / from_ranks)
+        return math.hypot(max(LEAST_ERROR, OWN_SHARE * self.median), ranks, 0.0 if is_measured else UNMEASURED_ERROR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +83,7 @@ class ScalingRow:
 
     Attributes:
         ranks: number of ranks in the ring.
-        planner: name of the planner that made the plan; `DEFAULT` for the untuned setting.
+        planner: name of the planner that made the plan; `DEFAULT` for the untuned setting, `KEPT` for the job's own.
         knobs: the plan as a setting of knobs.
         units: number of all-reduces per iteration, one for each unit (bucket).
         iteration_s: predicted time of forward pass, backward pass and communication that they do not hide.
@@ -56,10 +112,11 @@ def scaling_table(
     ranks: Sequence[int],
     space: KnobSpace,
     default: Knobs,
+    kept: Knobs | None = None,
     contention: ContentionModel | None = None,
     contention_ranks: int | None = None,
 ) -> list[ScalingRow]:
-    """Predict a job's iteration times on several numbers of ranks: untuned, and with the plan of each planner.
+    """Predict a job's iteration times on several numbers of ranks: untuned, as tuned now, and with each planner's plan.
 
     A planner is a search method that computes a division of the gradients into units (buckets) from a model of the job.
 
@@ -72,6 +129,7 @@ def scaling_table(
         ranks: numbers of ranks, each at least two.
         space: permitted settings. Plans are made for its first route (transport and algorithm).
         default: the untuned setting.
+        kept: the setting that the job runs now; None = it is the default, or unknown.
         contention: model of how computation and communication slow each other down (LIBRA); None = they do not.
         contention_ranks: number of ranks on which `contention` was measured; None = it is valid for any number.
 
@@ -81,11 +139,7 @@ def scaling_table(
     Raises:
         TuningError: `ranks` is empty, or an entry is below two.
     """
-    if not ranks or min(ranks) < 2:
-        raise TuningError(
-            "the argument ranks must list one or more job sizes (numbers of ranks) to simulate, each at least two, "
-            f"found {list(ranks)}"
-        )
+    require(ranks and min(ranks) >= 2, "ranks", "numbers of ranks of at least 2", list(ranks), TuningError)
     rows: list[ScalingRow] = []
     for count in ranks:
         corrected = contention
@@ -94,16 +148,18 @@ def scaling_table(
         model = PlanningModel(
             layout=layout, profile=profile, links={space.routes[0]: link_at(count)}, contention=corrected
         )
-        rows += sorted(_rows(count, model, space, default), key=lambda row: (row.iteration_s, row.units))
+        settings = [(DEFAULT, default), *([] if kept is None else [(KEPT, kept)])]
+        rows += sorted(_rows(count, model, space, settings), key=lambda row: (row.iteration_s, row.units))
     return rows
 
 
-def _rows(ranks: int, model: PlanningModel, space: KnobSpace, default: Knobs) -> Iterator[ScalingRow]:
+def _rows(
+    ranks: int, model: PlanningModel, space: KnobSpace, settings: Sequence[tuple[str, Knobs]]
+) -> Iterator[ScalingRow]:
     simulator = model.simulator(space.routes[0])
     alone_s = model.profile.forward_s + model.profile.compute_s
-    settings = [(DEFAULT, default)]
-    settings += [(p.arm, p.knobs) for planner in make_planners(space=space, model=model) for p in planner.ask()]
-    for planner, knobs in settings:
+    planned = [(p.arm, p.knobs) for planner in make_planners(space=space, model=model) for p in planner.ask()]
+    for planner, knobs in (*settings, *planned):
         plan: CommPlan = knobs.to_plan(model.layout)
         timeline = simulator.run(plan)
         yield ScalingRow(

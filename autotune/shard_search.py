@@ -34,7 +34,7 @@ class ShardArm:
         """
         self._space, self._best, self._step = space, default, step
         self._tried = {default}
-        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # {best setting: setting that `step.fastest` found from it}
+        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # {start of a local search: setting that it found}
         self._expected_to_win: set[ShardKnobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal[ShardKnobs]]:
@@ -80,6 +80,7 @@ def shard_session(
     budget: int,
     first: ShardKnobs | None = None,
     step: ShardedStep | None = None,
+    discarded_iterations: int = 1,
 ) -> TuningSession[ShardKnobs]:
     """Create a tuning session that compares the step times of settings of a sharded model.
 
@@ -90,6 +91,7 @@ def shard_session(
         first: setting that an earlier job chose. The session compares it with the default, and does not search for
             other settings. None = search.
         step: model that predicts the time of a step of this job; None = step times cannot be predicted.
+        discarded_iterations: training steps that are not measured after each change of the setting.
     """
     exact = None if first is None else Remembered(knobs=first, best_s=math.inf, default_s=math.inf)
     return TuningSession(
@@ -99,6 +101,7 @@ def shard_session(
         rng=np.random.default_rng(0),
         budget_iterations=budget,
         exact=exact,
+        discarded_iterations=discarded_iterations,
         refine=False,
         least_gain=WORTHWHILE,
     )

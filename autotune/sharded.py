@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, require
 from sirtaki.fields import Text
+from sirtaki.measures import counted
 
 from .model.replayer import (
     ALL_RANKS,
@@ -110,7 +111,6 @@ class ShardKnobs:
         kept = f", {len(self.kept)} kept" if self.kept else ""
         if self.near:
             kept += f", {len(self.near)} kept by each node"
-        plural = "" if self.streams == 1 else "s"
         packed = ", ".join(
             f"{what} packed by {name}"
             for what, name in (("parameters", self.gathers), ("gradients", self.scatters))
@@ -121,7 +121,7 @@ class ShardKnobs:
             kept += f", {self.scattering} scatters at a time"
         if self.joined:
             kept += f", {len(self.joined)} sent with the module before"
-        return f"{self.streams} stream{plural}, gathers {self.ahead} ahead and {self.behind} behind{kept}{packed}"
+        return f"{counted(self.streams, 'stream')}, gathers {self.ahead} ahead and {self.behind} behind{kept}{packed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class ShardSpace:
         return knobs
 
     def around(self, knobs: ShardKnobs, tried: Collection[ShardKnobs]) -> Iterator[ShardKnobs]:
-        """Yield untried permitted settings that differ from `knobs` in one knob, the usually most effective first."""
+        """Yield untried permitted settings that differ from `knobs` in one knob, the most effective knobs first."""
         index = self.streams.index(knobs.streams)
         none_kept = replace(knobs, kept=(), near=())
         last_kept = replace(none_kept, kept=self.dropped[-1:])
@@ -249,7 +249,7 @@ class ShardSpace:
 
 
 LITTLE_BYTES = 4 << 20
-"""Maximum extra memory of coalesced modules that is ignored, because network connections take about as much."""
+"""Extra memory of coalesced modules up to which it counts as zero, because network connections take about as much."""
 
 BUCKET_BYTES = (1 << 20, 1 << 18)
 """Bucket sizes that are tried for coalesced modules.
@@ -318,17 +318,11 @@ class ShardedStep:
     link: ShardLink
 
     def __post_init__(self) -> None:
-        of_modules = (self.forward_s, self.backward_s, self.gathered_bytes, self.scattered_bytes)
-        if len(set(map(len, of_modules))) > 1:
-            raise TuningError(
-                "the measurement of a sharded (FSDP) training step must have one forward time, backward time, gathered "
-                "size and reduce-scattered size for each module, found "
-                f"{', '.join(str(len(values)) for values in of_modules)} values"
-            )
-        if (least_s := min(0.0, self.rest_s, *self.forward_s, *self.backward_s)) < 0.0:
-            raise TuningError(
-                f"all measured times of a sharded (FSDP) training step must be at least 0 s, found {least_s} s"
-            )
+        lengths = [len(self.forward_s), len(self.backward_s), len(self.gathered_bytes), len(self.scattered_bytes)]
+        name = "forward_s, backward_s, gathered_bytes and scattered_bytes"
+        require(len(set(lengths)) == 1, name, "one value per module in each list", f"{lengths} values", TuningError)
+        least_s = min(0.0, self.rest_s, *self.forward_s, *self.backward_s)
+        require(least_s >= 0.0, "a measured time", "at least 0 s", least_s, TuningError)
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
         """Predict the time of a training step with a setting, in seconds."""
@@ -470,8 +464,8 @@ class ShardedStep:
             forth_s = max(computed_s(bucket), sent(gathered_s, later))
             return forth_s + max(computed_s(later, True), sent(again_s, bucket) + sent(scattered_s, later))
 
-        # best[stop][bucket] is, for each bucket that ends at module `stop`, the minimum time up to this bucket, and the
-        # bucket before it with which the minimum is reached.
+        # best[stop] has an entry for each bucket that ends at module `stop`: the minimum time of all modules up to the
+        # bucket's end, and the bucket that precedes it in the fastest division.
         best = [dict[range, tuple[float, range | None]]() for _ in range(count + 1)]
         for start in range(count):
             for bucket in (range(start, stop) for stop in range(start + 1, count + 1)):
@@ -505,7 +499,7 @@ class _Kept:
     Attributes:
         kept, near: modules chosen for `ShardKnobs.kept` and `ShardKnobs.near`.
         kept_bytes: memory that the chosen modules keep.
-        begun_s: earliest start of the next module's computation, if it did not wait for its parameters.
+        begun_s: earliest start of the next module's computation, apart from the wait for the module's parameters.
         gathered_s: time at which the next module's parameters have been gathered.
         free_s: time from which the network is idle.
         scattered_s: end of the last scatter (reduce-scatter of gradients).
@@ -623,7 +617,7 @@ class _ShardedReplay:
         gathers, scatters = dict[int, list[int]](), list[int]()
         for number, bucket in reversed(list(enumerate(buckets))):
             for other in range(number, max(-1, number - knobs.behind - 1), -1):
-                # Let the prefetch of the next bucket begin when this bucket has been gathered, as FSDP does.
+                # Launch the prefetch of the next bucket only after the gather of the current bucket, as FSDP does.
                 if other == number - 1:
                     self._compute(Phase.BACKWARD, 0.0, after=gathers[number])
                 if other not in gathers:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from sirtaki.comm.sparse.plan import COLD_PATHS, GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
+from sirtaki.errors import require
 from sirtaki.measures import ring_bytes
 
 from .trial import Proposal, Trial
@@ -97,7 +98,8 @@ class TouchCounts:
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """Return the number of accesses to each of the given rows; 0 for rows that no gradient contained."""
         wanted = np.asarray(rows, dtype=np.int64)
-        # Append -1, which matches no row: a row above all touched rows gets the index after the last touched row.
+        # For a row above all touched rows, `searchsorted` returns the index after the last touched row. At this index
+        # is the appended -1, which matches no row.
         places = np.searchsorted(self.rows, wanted)
         return np.where(np.append(self.rows, -1)[places] == wanted, np.append(self.counts, 0)[places], 0)
 
@@ -167,7 +169,7 @@ class Traffic:
         exchanged_bytes: number of bytes that the rank receives in exchanges.
         reductions: number of all-reduces.
         reduced_bytes: total size of the all-reduced tensors.
-        added_rows: number of rows that the rank itself adds to others.
+        added_rows: number of rows that the rank adds into a buffer, besides the additions in all-reduces.
     """
 
     exchanges: int = 0
@@ -363,10 +365,11 @@ class VolumeModel:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
-        """Return the numbers of most frequently accessed (hot) rows that are tried as a dense, all-reduced buffer.
+        """Return how many of the most frequently accessed (hot) rows to try to all-reduce as one dense buffer.
 
-        They are the elbow and the saturation of the coverage curve, the number of rows that are cheaper to all-reduce
-        than to gather, and numbers that are equally spaced on a log scale.
+        The coverage curve is the share of all accesses that go to the first n rows. Tried are its elbow, the n from
+        which it no longer rises, the number of rows that are cheaper to all-reduce than to gather, and numbers that are
+        equally spaced on a log scale.
         """
         counts = self.counts.of(ranked)
         curve = coverage(counts)
@@ -382,7 +385,7 @@ class VolumeModel:
 
 
 LEARNING_ITERATIONS = 8
-"""Number of iterations in which accesses to an embedding's rows are counted before plans for it are compared."""
+"""Number of iterations in which accesses to an embedding's rows are counted, before its plans are compared."""
 
 N_CANDIDATES = 3
 """Maximum number of plans that are tried for reducing one parameter's sparse gradient."""
@@ -394,7 +397,7 @@ TRIAL_BUDGET = 60
 """Maximum number of training iterations of the search for the fastest plan for a parameter's sparse gradient."""
 
 LOST_COVERAGE = 0.9
-"""Minimum coverage of the hot rows, relative to their coverage when the plan was chosen. Below it, choose a new plan.
+"""Coverage of the hot rows, relative to their coverage when the plan was chosen, below which a new plan is chosen.
 
 Coverage is the fraction of all row accesses that go to an embedding's most frequently accessed (hot) rows.
 """
@@ -406,7 +409,7 @@ MEMORY = 0.1
 """Weight of the newest iteration in the moving averages of row accesses by which `AccessWatch` detects changes."""
 
 LEAST_WATCHED = 20
-"""Minimum number of iterations before a first change of row accesses is reported. Each reported change doubles it."""
+"""Minimum number of iterations before a first change of row accesses is reported. Each report doubles this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,14 +467,15 @@ class VolumeArm:
 
 
 class AccessWatch:
-    """Detector of changes in which and how many rows of an embedding are accessed, since its plan was chosen."""
+    """Detects that other rows of an embedding, or more or fewer rows, are accessed than when its plan was chosen."""
 
     def __init__(self, *, covered: float, touched: float, least: int) -> None:
-        """Create a detector that compares row accesses with those for which the plan was chosen.
+        """Create a detector that compares row accesses with the accesses at the time when the plan was chosen.
 
         Args:
-            covered: fraction of those accesses that went to the plan's most frequently accessed (hot) rows.
-            touched: number of rows in the gradients of an iteration then, summed over ranks.
+            covered: fraction of accesses that went to the plan's most frequently accessed (hot) rows when the plan was
+                chosen.
+            touched: number of rows in the gradients of an iteration when the plan was chosen, summed over ranks.
             least: minimum number of iterations before a change is reported.
         """
         self._covered, self._touched, self._least = covered, touched, least
@@ -584,14 +588,11 @@ class SparseSummary:
         """Create a summary from the dict that `SparseSummary.to_json` returns. Unknown keys are ignored.
 
         Raises:
-            ValueError: a field is missing or invalid, or `plan` is not in `ways`.
+            ValueError: a field is missing or invalid, or `plan` is not one of the compared plans (`ways`).
         """
         found = msgspec.convert(data, cls)
-        if found.plan not in {way.plan for way in found.ways}:
-            raise ValueError(
-                f"the record of a sparse gradient was edited or damaged: the chosen algorithm is {found.plan!r}, which "
-                f"must be among the compared algorithms {[way.plan for way in found.ways]}"
-            )
+        plans = [way.plan for way in found.ways]
+        require(found.plan in plans, "plan", f"one of {plans}", found.plan)
         return found
 
 

@@ -130,10 +130,7 @@ class Trial(Generic[S]):
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
             return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
-            raise TuningError(
-                "the JSON data are not a valid tuning trial (measurement of a communication setting), because a field "
-                f"is missing or invalid: {err!r}"
-            ) from err
+            raise TuningError(f"a tuning trial, stored in a trial log or in the registry, is damaged: {err!r}") from err
 
 
 class Arm(Protocol[S]):
@@ -143,7 +140,7 @@ class Arm(Protocol[S]):
 
     Three more methods are optional. Each may return None for "no estimate":
     `expected_improvement()` returns the largest gain expected of an untried setting, as a fraction of the shortest
-    measured communication time,
+    measured communication time, and divided by the time of its trial relative to that time,
     `expected_span_s(knobs)` returns the communication time of a measured setting, estimated with the measurements of
     similar settings,
     `promise(candidates)` returns the gain expected of each candidate, as a fraction of the shortest measured

@@ -228,6 +228,7 @@ def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
 def warmed_up(name: str, options: Mapping[str, Any]) -> ShardedTraining:
     """Return a contender after its search, or after two steps if it does not search. Collective."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
+    os.environ["SIRTAKI_REFINE_UNTIL"] = "0"  # because the measured steps must all have the search's result
     width, blocks = options["of"]
     trained = ShardedTraining(
         name, compute_s=options["compute_s"], connections=options["connections"], of=(width, blocks)

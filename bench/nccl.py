@@ -256,8 +256,9 @@ def in_every_way(landscape: Landscape) -> Iterator[Knobs]:
         yield from (knobs.but(nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
 
 
-def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) -> SessionResult:
+def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100, one_node: bool = False) -> SessionResult:
     """Run a warm-up session on the job, as in a job on GPUs."""
+    ends_early = one_node and not landscape.space.nccl
     arm = default_arms(
         space=landscape.space, rng=np.random.default_rng(seed), budget_iterations=budget, names=list(OUR_ARMS)
     )
@@ -269,6 +270,7 @@ def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) ->
         budget_iterations=budget,
         discarded_iterations=2,
         identity=lambda knobs: knobs.to_plan(landscape.layout).fingerprint(),
+        contrasts=landscape.space.contrasts(landscape.default) if ends_early else (),
     )
     luck = np.random.default_rng([seed, 1])
     while not session.done:
@@ -284,8 +286,11 @@ def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None
         landscape = job(table, name)
         without = replace(landscape, space=replace(landscape.space, nccl=()))
         best_s = min(map(landscape.span_s, in_every_way(landscape)))
-        kept = [tune(landscape, noise=noise, seed=seed).knobs for seed in range(seeds)]
-        kept_without = [tune(without, noise=noise, seed=seed).knobs for seed in range(seeds)]
+        one_node = table.nodes == 1
+        kept, kept_without = (
+            [tune(each, noise=noise, seed=seed, one_node=one_node).knobs for seed in range(seeds)]
+            for each in (landscape, without)
+        )
         kept_s, without_s = (statistics.fmean(map(landscape.span_s, each)) for each in (kept, kept_without))
         report.rows.append(
             {
@@ -322,7 +327,7 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
     device = router.device
     times_s: dict[Row, dict[int, float]] = {}
     for threads in allowances:
-        for way in (None, *router.nccl_ways()):
+        for way in (None, *router.nccl_ways):
             for size in sizes:
                 unit = Unit(start=0, stop=size // 4, threads=threads, nccl=way)
                 plan = CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=ROUTE[0])

@@ -1,4 +1,4 @@
-"""Accuracy of replays of a recorded job: the recorded step, and changes of plan, number of ranks, or link.
+"""Accuracy of replays of a recorded job: the recorded step, and changes of its plan, or without a straggler.
 
     python -m bench.replay [--quick] [--check] [--save] [--models transformer …] [--ranks 2 4] [--cases gloo …]
 
@@ -9,8 +9,8 @@ iterations that were not recorded are the truth: means over ranks and turns. On 
 "gloo", "mpi" and "shared_memory" are on one host. "straggler" is shared memory with a late last rank. "capped" (link
 400 Mbit/s, at most 100 per flow) and "equal" (both 200) are emulated nodes (`bench.lib.cluster`), tuned, so that links
 are probed. What-if predictions are compared with measurements: of a second optimizer with another plan in the same
-processes, or of the same job on four ranks, without its straggler, or with links of half the rate. Errors of Daydream's
-rule (bytes ÷ bandwidth) are shown for comparison.
+processes, or of the same job without its straggler. Errors of Daydream's rule (bytes ÷ bandwidth) are shown for
+comparison. `bench.plan` measures predictions of other networks and numbers of ranks.
 
 Bars: error of an iteration 5 % on average, 10 % at worst; error of a what-if 8 %.
 
@@ -66,8 +66,6 @@ from sirtaki.analysis.what_if import (
     plan_refusal,
     refusal,
     with_knobs,
-    with_link,
-    with_ranks,
     without_stragglers,
 )
 from sirtaki.autotune.knobs import KIB, Knobs
@@ -221,7 +219,7 @@ def _times(found: MeanStepTimes) -> list[float]:
     return [found.iteration_s, found.forward_s, found.backward_s]
 
 
-def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None = None) -> FinishedJob:
+def run(case: str, model: str, ranks: int, args: Any) -> FinishedJob:
     """Run one job and read its recordings."""
     with tempfile.TemporaryDirectory() as directory:
         options = {
@@ -234,7 +232,7 @@ def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None 
             "straggler": case == "straggler",
             "transport": {"straggler": "shared_memory"}.get(case, case) if case in ON_ONE_HOST else None,
         }
-        where: int | LabShape = ranks if case in ON_ONE_HOST else replace(shape or NETWORKS[case], nodes=ranks)
+        where: int | LabShape = ranks if case in ON_ONE_HOST else replace(NETWORKS[case], nodes=ranks)
         env = None if case in ON_ONE_HOST else {"SIRTAKI_WARMUP_ITERATIONS": "30"}
         return FinishedJob(run_ranks("bench.replay", where, options, env=env, timeout_s=JOB_TIMEOUT_S), Path(directory))
 
@@ -261,22 +259,6 @@ def measure(report: Report, case: str, model: str, args: Any) -> None:
         if case == "straggler":
             even = run("shared_memory", model, ranks, args)
             _what_if(report, row, "no straggler", job, without_stragglers, even.truth["base"])
-        if case == "capped":
-            shape = NETWORKS[case]
-            slow = replace(shape, link_bits_per_s=shape.link_bits_per_s // 2)
-            other = run(case, model, ranks, args, shape=slow)
-
-            def slower(job: JobModel, other: FinishedJob = other, slow: LabShape = slow) -> JobModel:
-                return with_link(with_knobs(job, other.knobs), slow.link_bits_per_s / 8)
-
-            _what_if(report, row, "half the link rate", job, slower, other.truth["base"])
-    if {2, 4} <= set(jobs) and case != "straggler":
-        row = {"case": case, "model": model, "ranks": 2}
-
-        def larger(job: JobModel) -> JobModel:
-            return with_ranks(with_knobs(job, jobs[4].knobs), 4)
-
-        _what_if(report, row, "4 ranks", jobs[2], larger, jobs[4].truth["base"])
 
 
 def with_other_units(job: JobModel) -> JobModel:

@@ -3,7 +3,7 @@
 Nothing here chooses or tunes a plan.
 """
 
-if __name__ != "sirtaki.comm":  # else each module would exist twice, with different classes
+if __name__ != "sirtaki.comm":  # a second import path would define each class twice
     raise ImportError(
         "write `import sirtaki.comm`, not `import comm`: both load the same code, which must be loaded only once"
     )

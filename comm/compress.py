@@ -1,39 +1,54 @@
 """Gradient compression with error feedback: the part of a gradient that compression loses is added in the next step.
 
 A unit (bucket) is compressed when its all-reduce is launched, so that gradient hooks, gradient accumulation and tuning
-need no code for compression. Each stream (connection) has a thread, which processes a unit in these steps:
+need no code for compression. Each stream processes a unit in these steps:
 
     all_reduce ─▶ queue of the stream ─▶ add the residual ─▶ `Scheme.reduce` ─▶ keep the new residual
+
+On the host, a stream is a connection with a thread. On a GPU, it is the unit's CUDA stream, and the host does not wait.
 
 The residual of a gradient is the part that compression has lost. `Feedback` stores residuals by parameter name, so that
 they outlive communication plans, flat buffers, and restarts of an elastic job with other ranks. Over several steps, the
 sum of the applied gradients and the last residuals equals the sum of the true gradients, whatever a compression scheme
 omits. Gradients that are infinite or NaN stay so on all ranks, as a loss scaler expects, and leave no residual.
 
-Units are compressed only if ranks exchange bytes over TCP. They are not compressed over shared memory, on GPUs, and in
+Units are compressed only if ranks exchange bytes over TCP or NCCL. They are not compressed over shared memory, and in
 iterations in which the order of gradients is profiled. Control flags (numbers of Sirtaki at the end of a
 buffer) are never compressed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import torch
 
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, require
 from sirtaki.measures import ring_bytes
 
-from .plan import FLAGS, CommPlan, GradientLayout, NcclWay, Route, compressor_name, goes_through_sockets
+from .plan import (
+    FLAGS,
+    Algorithm,
+    CommPlan,
+    GradientLayout,
+    NcclWay,
+    Route,
+    TransportKind,
+    compressor_name,
+    goes_through_sockets,
+)
 from .router import Router
-from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, join_workers
+from .transports.contract import FlatBuffer, Parcels, ReduceOp, StreamSpec, ThreadWork, Work, Worker, join_workers
+
+logger = logging.getLogger(__name__)
 
 FEWEST = 1024
 """Smallest number of elements of a unit (bucket) of gradients, or of a shard, that is compressed."""
@@ -59,7 +74,8 @@ class Codec(Hashable, Protocol):
 class Blockwise:
     """Codec with one byte per value, and one float32 scale per block of values.
 
-    The scale maps the largest absolute value of the block to the largest value of `dtype`.
+    The scale maps the largest absolute value of the block to the largest value of `dtype`. `pack` and `unpack` also
+    take several rows at once, as matrices.
 
     Attributes:
         dtype: dtype of the encoded values, int8 or a float8 type.
@@ -75,28 +91,32 @@ class Blockwise:
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Return the encoding of `values` as bytes: the scales of all blocks, followed by the scaled values."""
-        count = values.numel()
-        padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(-1, self.block)
-        scales = padded.abs().amax(1).div_(self._largest)
+        *rows, count = values.shape
+        padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(*rows, -1, self.block)
+        scales = padded.abs().amax(-1).div_(self._largest)
         # Encode a block as zeros if its scale is too small to divide by. Its values are not lost, because error
         # feedback adds them in the next step.
-        shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[:, None]
+        shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[..., None]
         if not self.dtype.is_floating_point:
             shares.round_()
-        return torch.cat([scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).view(-1)[:count]])
+        return torch.cat(
+            [scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).flatten(-2)[..., :count]], -1
+        )
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
         """Return the decoded values, `(count,)` float32: the encoded ones, each times the scale of its block."""
         n_blocks = -(-count // self.block)
-        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # clone for `view`: `packed` may be unaligned
-        numbers = packed[4 * n_blocks :].view(self.dtype).float()
-        padded = torch.nn.functional.pad(numbers, (0, -count % self.block)).view(n_blocks, self.block)
-        return padded.mul_(scales[:, None]).view(-1)[:count]
+        scales = _aligned(packed[..., : 4 * n_blocks]).view(torch.float32)
+        numbers = packed[..., 4 * n_blocks :].view(self.dtype).float()
+        padded = torch.nn.functional.pad(numbers, (0, -count % self.block))
+        return padded.reshape(*packed.shape[:-1], n_blocks, self.block).mul_(scales[..., None]).flatten(-2)[..., :count]
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """Codec that rounds values to a 16-bit float type. Finite values beyond the type's range are clamped to the range.
+
+    `pack` and `unpack` also take several rows at once, as matrices.
 
     Attributes:
         dtype: dtype of the encoded values, float16 or bfloat16.
@@ -112,7 +132,12 @@ class Rounded:
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
         """Return the rounded values in `packed` as float32, `(count,)`."""
-        return packed.clone().view(self.dtype)[:count].float()
+        return _aligned(packed).view(self.dtype)[..., :count].float()
+
+
+def _aligned(packed: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of encoded values, because `Tensor.view` cannot read other dtypes at any address."""
+    return packed.clone(memory_format=torch.contiguous_format)
 
 
 class Scheme(Protocol):
@@ -128,6 +153,15 @@ class Scheme(Protocol):
         ...
 
 
+class Lane(TypedDict):
+    """Arguments of `Router.all_reduce` and `Router.exchange` that state where a unit (bucket) is sent."""
+
+    route: Route
+    stream: int
+    threads: int | None
+    nccl: NcclWay | None
+
+
 @dataclass(slots=True, eq=False)
 class CompressionInput:
     """A unit (bucket) that a compression scheme must sum over ranks. Its methods are collectives without compression.
@@ -136,6 +170,7 @@ class CompressionInput:
         values: summand of this rank, `(n,)` float32.
         pieces: slices of the unit that are whole rows of parameter matrices. Only PowerSGD uses them.
         factors: right one of the two narrow matrices of PowerSGD from the previous step, by `MatrixSlice.key`.
+        starts: right matrices with which PowerSGD starts, by `MatrixSlice.key`.
         rank: rank of this process.
         size: number of ranks.
         sent_bytes: number of bytes that this rank has sent for the unit.
@@ -144,33 +179,37 @@ class CompressionInput:
     values: torch.Tensor
     pieces: Sequence[MatrixSlice]
     factors: dict[str, torch.Tensor]
+    starts: dict[str, torch.Tensor]
     rank: int
     size: int
     _router: Router
-    _route: Route
-    _stream: int
+    _lane: Lane
     sent_bytes: float = 0.0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce a contiguous vector in place, without compression, and return it. Collective, blocking."""
+        """All-reduce a contiguous vector in place, without compression, and return it. Collective.
+
+        Block until the sum is in the vector. On a GPU, only the current CUDA stream waits for it.
+        """
         if tensor.numel():
             self.sent_bytes += ring_bytes(tensor.nbytes, self.size)
             buffer = FlatBuffer(tensor)
-            work = self._router.all_reduce(buffer, 0, tensor.numel(), route=self._route, stream=self._stream)
+            work = self._router.all_reduce(buffer, 0, tensor.numel(), **self._lane)
             self._router.wait_for([work])
         return tensor
 
     def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
         """Send different bytes to each peer, and return the bytes received, by sender (an all-to-all). Collective.
 
+        This rank receives an empty tensor from itself.
+
         Args:
-            parcels: bytes that this rank sends, uint8, by receiver. The entry of this rank is ignored.
+            parcels: bytes that this rank sends, uint8, by receiver without this rank.
             lengths: number of bytes that each rank receives from every one of its peers, by receiver.
         """
         by_sender = np.tile(np.array(lengths, dtype=np.int64), (self.size, 1))
         np.fill_diagonal(by_sender, 0)
-        to_peers = [parcel for to, parcel in enumerate(parcels) if to != self.rank]
-        return self._exchange_parcels(torch.cat(to_peers), Parcels(by_sender))
+        return self._exchange_parcels(torch.cat(list(parcels)), Parcels(by_sender))
 
     def gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
         """All-gather bytes: return `parcel` of each rank, by rank. `lengths` are their sizes in bytes. Collective."""
@@ -179,8 +218,8 @@ class CompressionInput:
     def _exchange_parcels(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
         self.sent_bytes += float(parcels.lengths[self.rank].sum() - parcels.lengths[self.rank, self.rank])
         received = parcels.received_by(self.rank)
-        incoming = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
-        work = self._router.exchange(FlatBuffer(outgoing), parcels, incoming, route=self._route, stream=self._stream)
+        incoming = outgoing.new_empty(sum(received))
+        work = self._router.exchange(FlatBuffer(outgoing), parcels, incoming, **self._lane)
         self._router.wait_for([work])
         return list(torch.split(incoming, received))
 
@@ -232,19 +271,42 @@ class Quantised:
         counts = [stop - start for start, stop in pairwise(edges)]
         parts, sums = torch.split(unit.values, counts), torch.split(result, counts)
         lengths = [packed_bytes(codec, count) for count in counts]
-        packed = [part.new_empty(0) if to == me else codec.pack(part) for to, part in enumerate(parts)]
+        peers = [rank for rank in range(size) if rank != me]
+        packed = list(self._pack([parts[peer] for peer in peers]))
         received = unit.exchange(packed, lengths)
-        for sender, parcel in enumerate(received):
-            if sender == me:
-                continue
-            parts[sender].sub_(codec.unpack(packed[sender], counts[sender]))
-            parts[me].add_(codec.unpack(parcel, counts[me]))
-        parcels = unit.gather(codec.pack(parts[me]), lengths)
-        for owner, (parcel, total) in enumerate(zip(parcels, sums, strict=True)):
-            unpacked = codec.unpack(parcel, total.numel())
+        sent = self._unpack(packed, [counts[peer] for peer in peers])
+        arrived = self._unpack([received[peer] for peer in peers], [counts[me]] * len(peers))
+        for peer, lost, summand in zip(peers, sent, arrived, strict=True):
+            parts[peer].sub_(lost)
+            parts[me].add_(summand)
+        unpacked = self._unpack(unit.gather(codec.pack(parts[me]), lengths), counts)
+        for owner, (numbers, total) in enumerate(zip(unpacked, sums, strict=True)):
             if owner == me:
-                parts[me].sub_(unpacked)
-            torch.mul(unpacked, scale, out=total)
+                parts[me].sub_(numbers)
+            torch.mul(numbers, scale, out=total)
+
+    def _pack(self, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return self._each(lambda part, _: self.codec.pack(part), parts, [part.numel() for part in parts])
+
+    def _unpack(self, parcels: Sequence[torch.Tensor], counts: Sequence[int]) -> Iterator[torch.Tensor]:
+        return self._each(self.codec.unpack, parcels, counts)
+
+    def _each(
+        self, act: Callable[[torch.Tensor, int], torch.Tensor], rows: Sequence[torch.Tensor], counts: Sequence[int]
+    ) -> Iterator[torch.Tensor]:
+        """Yield `act(row, count)` for each row, and the number of values that it encodes.
+
+        On a GPU, call `act` once for all rows with the same count, because each call launches several kernels.
+        """
+        if not (rows[0].is_cuda and isinstance(self.codec, Blockwise | Rounded)):
+            yield from map(act, rows, counts)
+            return
+        results = {
+            count: iter(act(torch.stack([row for row, own in zip(rows, counts, strict=True) if own == count]), count))
+            for count in set(counts)
+        }
+        for count in counts:
+            yield next(results[count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +322,7 @@ class TopK:
     ratio: float
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.ratio <= 1.0:
-            raise ConfigError(
-                "the ratio of compressor topk (fraction of gradient values to send) must be above 0 and at most 1, "
-                f"found {self.ratio}"
-            )
+        require(0.0 < self.ratio <= 1.0, "ratio of the compressor topk", "above 0 and at most 1", self.ratio)
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Sum the values that the ranks send, times `scale`, into `result`. Collective.
@@ -273,7 +331,7 @@ class TopK:
         """
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
-        if count * unit.size >= values.numel():  # because an all-reduce then sends no more bytes
+        if count * unit.size >= values.numel():  # the bytes of an exact all-reduce are not more
             unit.sum_(result.copy_(values)).mul_(scale)
             values.zero_()
             return
@@ -283,7 +341,7 @@ class TopK:
         for sent in unit.gather(parcel, [parcel.numel()] * unit.size):
             where, numbers = torch.split(sent.clone().view(torch.int32), count)
             result.index_add_(0, where, numbers.view(torch.float32), alpha=scale)
-        values[indices] = 0.0
+        values.index_fill_(0, indices, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,14 +358,12 @@ class PowerSgd:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(
-                "the rank of compressor powersgd (columns of its low-rank matrices) must be at least 1, found "
-                f"{self.rank}"
-            )
+        require(self.rank >= 1, "rank of the compressor powersgd", "at least 1", self.rank)
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum the unit (bucket) into `result`, times `scale`, its matrices by one power iteration. Collective.
+        """Write the sum of the unit (bucket), times `scale`, into `result`. Collective.
+
+        The sums of matrices are approximated by one power iteration.
 
         The residual of a matrix is this rank's matrix minus the mean of the approximate sum over ranks.
         """
@@ -321,12 +377,7 @@ class PowerSgd:
                 end = piece.stop
                 blocks.append((piece, matrix, self._factor(unit, piece)))
         plain.append((end, values.numel()))
-        # Skip the QR decomposition of matrices with infinite values or NaN, because it might not terminate. The sums of
-        # such matrices are then infinite or NaN, as they must be.
-        lefts = [
-            torch.linalg.qr(left).Q if bool(left.isfinite().all()) else left
-            for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])
-        ]
+        lefts = [_orthonormal(left) for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])]
         rights = [matrix.T @ left for (_, matrix, _), left in zip(blocks, lefts, strict=True)]
         sums = _summed(unit, [*rights, *(values[start:stop] for start, stop in plain)])
         for (piece, matrix, _), left, right in zip(blocks, lefts, sums, strict=False):
@@ -341,12 +392,27 @@ class PowerSgd:
 
     def _factor(self, unit: CompressionInput, piece: MatrixSlice) -> torch.Tensor:
         """Return the right narrow matrix of the previous step. None yet = random numbers, equal on all ranks."""
-        shape = (piece.columns, self.rank)
+        shape, device = (piece.columns, self.rank), unit.values.device
+        start = unit.starts.get(piece.key)
+        if start is None:
+            generator = torch.Generator("cpu").manual_seed(zlib.crc32(piece.key.encode()))
+            start = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+            unit.starts[piece.key] = start
         known = unit.factors.get(piece.key)
-        if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
-            return known
-        generator = torch.Generator("cpu").manual_seed(zlib.crc32(piece.key.encode()))
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        if known is None or known.shape != shape:
+            return start
+        known = known.to(device)  # because a loaded state may be on another device
+        return torch.where(known.isfinite().all() & known.any(), known, start)
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix with orthonormal columns that span those of `matrix`. The host does not wait for a GPU.
+
+    A matrix with infinite values or NaN is returned unchanged, because its QR decomposition might not terminate. The
+    sums of such matrices are then infinite or NaN, as they must be.
+    """
+    is_finite = matrix.isfinite().all()
+    return torch.where(is_finite, torch.linalg.qr(torch.where(is_finite, matrix, 0.0)).Q, matrix)
 
 
 @lru_cache(maxsize=64)
@@ -451,14 +517,14 @@ class Cost(NamedTuple):
 
 
 class CompressedUnits:
-    """All-reduces units (buckets), with compression if ranks exchange them through sockets, else without compression.
+    """All-reduces units (buckets), with compression if ranks exchange them over TCP or NCCL, else without compression.
 
     Attributes:
         measures: True if `all_reduce` must measure the `Cost` of compression.
     """
 
     def __init__(self, router: Router, scheme: Scheme | None, feedback: Feedback, *, rank: int, size: int) -> None:
-        """Create the object without starting a thread.
+        """Create the object without starting a thread. Rank 0 logs if `scheme` has no effect, as on GPUs without NCCL.
 
         Args:
             router: sends units (buckets) and packed values over transports. The caller must close this object before
@@ -468,13 +534,26 @@ class CompressedUnits:
             feedback: residuals of this rank (what compression has lost of gradients).
             rank: rank of this process.
             size: number of ranks.
+
+        Raises:
+            ConfigError: the gradients are on a GPU, and the user's codec does not compute there.
         """
+        device = router.device
+        if device.streams and isinstance(scheme, Quantised):
+            _require_on_device(scheme.codec, device.torch_device)
+        if device.streams and scheme and not rank and not any(_can_compress(route) for route in router.routes):
+            logger.warning(
+                "compression= has no effect: gradients on these GPUs are sent through host memory, and only NCCL can "
+                "send them compressed"
+            )
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
         self._workers: dict[int, Worker] = {}  # one thread per stream, by stream number
         self._residuals: dict[int, torch.Tensor] = {}
         self._groups: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
-        self._schemes: dict[tuple[int, int], Scheme] = {}  # scheme of each compressed unit, by buffer and start
+        # Scheme and matrix slices of each compressed unit, by buffer and start.
+        self._schemes: dict[tuple[int, int], tuple[Scheme, list[MatrixSlice]]] = {}
+        self._starts: dict[str, torch.Tensor] = {}  # see `CompressionInput.starts`
         self._uncompressed: set[tuple[int, int]] = set()  # uncompressed units with a residual to add
         self.measures = False
         self._costs: dict[int, Cost] = {}  # costs since the last call of `cost`, by stream
@@ -487,6 +566,7 @@ class CompressedUnits:
             plans: communication plan of each group.
         """
         self._feedback.factors.clear()  # because units now contain other rows of matrices
+        self._starts.clear()
         self._groups, self._plans = {id(group.buffer): group for group in groups}, list(plans)
         self._schemes = {}
         for group, plan in zip(groups, plans, strict=True):
@@ -496,18 +576,22 @@ class CompressedUnits:
                 scheme = scheme_of(unit.compressor) if unit.compressor else self._scheme
                 if (
                     scheme is not None
-                    and goes_through_sockets((plan.transport, unit.algorithm))
-                    and self._end(group, unit.stop) - unit.start >= FEWEST
+                    and self._size > 1
+                    and _can_compress((plan.transport, unit.algorithm))
+                    and (stop := self._end(group, unit.stop)) - unit.start >= FEWEST
                 ):
-                    self._schemes[id(group.buffer), unit.start] = scheme
+                    pieces = self._pieces(group, unit.start, stop) if isinstance(scheme, PowerSgd) else []
+                    self._schemes[id(group.buffer), unit.start] = scheme, pieces
         self._copy_residuals()
 
     def _copy_residuals(self) -> None:
         """Copy the residuals (what compression has lost) into one tensor per flat buffer, in the gradients' layout.
 
-        A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor for residuals.
+        A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor for residuals. Wait for a
+        GPU before and after, because units use the residuals on their own CUDA streams.
         """
-        feedback = self._feedback
+        feedback, device = self._feedback, self._router.device
+        device.synchronise()
         feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
         for (key, group), plan in zip(self._groups.items(), self._plans, strict=True):
             spans = _spans(group.layout)
@@ -518,7 +602,9 @@ class CompressedUnits:
                 for name, *_ in spans:
                     feedback.residuals.pop(name, None)
                 continue
-            residual = self._residuals[key] = torch.zeros(group.layout.numel, dtype=torch.float32, device="cpu")
+            residual = self._residuals[key] = torch.zeros(
+                group.layout.numel, dtype=torch.float32, device=device.torch_device
+            )
             for name, start, stop in spans:
                 before = feedback.residuals.get(name)
                 if before is not None and before.numel() == stop - start:
@@ -529,6 +615,7 @@ class CompressedUnits:
                 for unit in plan.units
                 if has_residuals and (key, unit.start) not in self._schemes and residual[unit.start : unit.stop].any()
             }
+        device.synchronise()
 
     def all_reduce(
         self,
@@ -561,21 +648,26 @@ class CompressedUnits:
             return self._router.all_reduce(
                 buffer, start, stop, route=route, stream=stream, threads=threads, nccl=nccl, op=op, scale=scale
             )
-        work = ThreadWork()
+        lane: Lane = {"route": route, "stream": stream, "threads": threads, "nccl": nccl}
+        if self._router.device.streams and key not in self._schemes:
+            return self._router.all_reduce(buffer, start, stop, scale=scale, **lane)
 
         def reduce() -> None:
-            scheme = self._schemes.get(key)
+            scheme, pieces = self._schemes.get(key, (None, []))
             end = start if scheme is None else self._end(self._groups[id(buffer)], stop)
-            rest = self._router.all_reduce(buffer, end, stop, route=route, stream=stream, scale=scale)
+            rest = self._router.all_reduce(buffer, end, stop, scale=scale, **lane)
             if scheme is not None:
-                self._reduce(scheme, buffer, start, end, route, stream, scale)
+                self._reduce(scheme, pieces, buffer, start, end, lane, scale)
             self._router.wait_for([rest])
             if self.measures:
                 sent_bytes = ring_bytes((stop - end) * buffer.tensor.itemsize, self._size)
                 self._add(stream, Cost(sent_bytes=sent_bytes, whole_bytes=sent_bytes))
 
+        if self._router.device.streams:
+            return self._router.transports[route].run(reduce, stream=StreamSpec(stream))
         if stream not in self._workers:
             self._workers[stream] = Worker(f"sirtaki-compress-{stream}")
+        work = ThreadWork()
         what = f"elements [{start}, {stop}) of a gradient could not be compressed"
         self._workers[stream].put(partial(work.run, reduce, what))
         return work
@@ -612,29 +704,37 @@ class CompressedUnits:
 
     @torch.no_grad()
     def _reduce(
-        self, scheme: Scheme, buffer: FlatBuffer, start: int, stop: int, route: Route, stream: int, scale: float
+        self,
+        scheme: Scheme,
+        pieces: Sequence[MatrixSlice],
+        buffer: FlatBuffer,
+        start: int,
+        stop: int,
+        lane: Lane,
+        scale: float,
     ) -> None:
         target, residual = buffer.tensor[start:stop], self._residuals[id(buffer)][start:stop]
         whole = float(torch.linalg.vector_norm(target, dtype=torch.float64)) if self.measures else math.nan
         residual.add_(target)
-        pieces = [] if not isinstance(scheme, PowerSgd) else self._pieces(buffer, start, stop)
         unit = CompressionInput(
-            residual, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream
+            residual, pieces, self._feedback.factors, self._starts, self._rank, self._size, self._router, lane
         )
         result = target if target.dtype is residual.dtype else torch.empty_like(residual)
-        scheme.reduce(unit, result, scale)
-        if not bool(residual.sum().isfinite()):
+        with torch.autocast(residual.device.type, enabled=False):  # because `backward` may run under autocast
+            scheme.reduce(unit, result, scale)
+        if residual.is_cuda or not bool(residual.sum().isfinite()):  # the host must not wait for a GPU to test this
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         if math.isfinite(whole):
             left = float(torch.linalg.vector_norm(residual, dtype=torch.float64))
-            self._add(stream, Cost(left**2, whole**2, unit.sent_bytes, ring_bytes(target.nbytes, self._size)))
+            self._add(lane["stream"], Cost(left**2, whole**2, unit.sent_bytes, ring_bytes(target.nbytes, self._size)))
         if result is not target:
             target.copy_(result)
 
-    def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[MatrixSlice]:
-        """Return the slices of parameter matrices that are whole rows within elements `[start, stop)` of `buffer`."""
-        group, pieces = self._groups[id(buffer)], []
+    def _pieces(self, group: CompressibleGroup, start: int, stop: int) -> list[MatrixSlice]:
+        """Return the slices of parameter matrices that are whole rows within elements `[start, stop)` of the buffer."""
+        pieces = list[MatrixSlice]()
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
+            end = min(end, first + place.numel())  # without the padding before the next gradient on a GPU
             if end <= start or first >= stop or first == end or place.dim() < 2:
                 continue
             outermost = max(range(place.dim()), key=lambda dim: (place.shape[dim] > 1, place.stride(dim)))
@@ -657,3 +757,27 @@ def _spans(layout: GradientLayout) -> list[tuple[str, int, int]]:
     """Return the name, first element and end of each parameter's gradient in the flat buffer."""
     ranges = zip(layout.names, layout.offsets, layout.offsets[1:], strict=False)
     return [(name, start, stop) for name, start, stop in ranges if name != FLAGS]
+
+
+def _can_compress(route: Route) -> bool:
+    """Return whether units (buckets) on a route are compressed: over TCP or NCCL, with the flat algorithm."""
+    return goes_through_sockets(route) or route == (TransportKind.NCCL, Algorithm.FLAT)
+
+
+def _require_on_device(codec: Codec, device: torch.device) -> None:
+    """Check that a codec packs and unpacks values of a GPU on this GPU.
+
+    Raises:
+        ConfigError: the codec raises an error, or returns a tensor that is not on the GPU.
+    """
+    try:
+        packed = codec.pack(torch.ones(FEWEST, dtype=torch.float32, device=device))
+        places = {str(packed.device), str(codec.unpack(packed, FEWEST).device)} - {str(device)}
+        problem = f"it returned a tensor on {places.pop()}" if places else ""
+    except Exception as err:  # the codec is code of the user
+        problem = repr(err)
+    if problem:
+        raise ConfigError(
+            f"the codec {codec!r} (compression=) cannot compress gradients on {device}: {problem}; pack() and unpack() "
+            "must compute on the device of their argument"
+        )

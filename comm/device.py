@@ -13,13 +13,15 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from sirtaki.errors import ConfigError
 from sirtaki.machine import finalize, free_in_forked_children
 
 count_storage_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -28,6 +30,42 @@ that are built without CUDA."""
 
 Event = Any
 """A point in the work of a device, recorded by `Device.record_event`: a host time in seconds, or a CUDA event."""
+
+
+class NcclOwner(Protocol):
+    """Owner of NCCL communicators of this process: of a gradient pipeline, or of eager operations.
+
+    Attributes:
+        number: id of the gradient pipeline, different for each pipeline and equal on its ranks.
+        launched: number of units (buckets) that the gradient pipeline has launched over NCCL.
+    """
+
+    number: int
+    launched: int
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a communicator is open. Thread-safe."""
+
+    def abort(self) -> int:
+        """End pending operations, and free the communicators. Return their number. Not collective. Thread-safe."""
+
+
+_nccl_owners: list[weakref.ref[NcclOwner]] = []
+
+
+def nccl_owners() -> list[NcclOwner]:
+    """Return the owners of the NCCL communicators that are open in this process. Thread-safe.
+
+    The communicators of a closed gradient pipeline stay open until all ranks have closed the pipeline.
+    """
+    return [owner for reference in _nccl_owners if (owner := reference()) is not None and owner.is_open]
+
+
+def add_nccl_owner(owner: NcclOwner) -> None:
+    """Add an owner of NCCL communicators, by weak reference."""
+    global _nccl_owners
+    _nccl_owners = [*(reference for reference in _nccl_owners if reference() is not None), weakref.ref(owner)]
 
 
 class Device:
@@ -58,7 +96,7 @@ class Device:
         return self._nothing
 
     def before_packing(self) -> AbstractContextManager[object]:
-        """Return a context manager whose body runs on the CUDA stream from which `beside` was entered.
+        """Return a context manager, for use in the body of `beside`, whose body runs on the stream outside of `beside`.
 
         The packing stream, which copies gradients into flat buffers, then waits for the work of the body.
         """
@@ -94,10 +132,14 @@ class Device:
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep `tensors` from being freed until the work that is queued on the current CUDA stream has ended."""
 
-    def release(self) -> None:
+    def release(self, *, forget: bool = True) -> None:
         """Drop the tensor references that `keep` holds.
 
         CUDA streams that may reuse the memory of the tensors wait until it has been copied into flat buffers.
+
+        Args:
+            forget: True = all gradients of the iteration have been copied, so also forget which CUDA streams have
+                written gradients.
         """
 
     def record_event(self, *, timed: bool = False) -> Event:
@@ -126,6 +168,26 @@ class Device:
 
 
 HOST = Device()
+
+
+def refuse_capture(what: str) -> None:
+    """Raise an error if a CUDA graph captures the current stream of this thread.
+
+    Args:
+        what: what Sirtaki is asked to do, for the message.
+
+    Raises:
+        ConfigError: a CUDA graph captures the stream.
+    """
+    # `is_current_stream_capturing` alone would create a CUDA context in a process that does not use a GPU.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"{what} cannot be captured in a CUDA graph, because Sirtaki reduces tensors from Python, which a replay "
+            "does not run; call it outside of the capture. torch.cuda.make_graphed_callables and "
+            'torch.compile(mode="reduce-overhead") capture the forward and backward computation without the reduction. '
+            "To capture a whole step of a DDP model, let DDP reduce its gradients: SIRTAKI_ATTACH=0, or "
+            "sirtaki.torch.ddp.detach(model)"
+        )
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -160,8 +222,8 @@ def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
         except OSError:
             continue
     logger.debug(
-        "PyTorch has not loaded the CUDA runtime (libcudart) as a shared library, so that Sirtaki's threads may break "
-        "a CUDA graph capture; if a capture fails, install PyTorch with a shared libcudart, such as PyPI's"
+        "this PyTorch has no shared library libcudart, so that other threads may break the capture of a CUDA graph; "
+        "if a capture fails, install PyTorch from PyPI"
     )
     return None
 
@@ -195,7 +257,7 @@ class CudaDevice(Device):
         self._outer: Any = None  # the CUDA stream from which `beside` was entered; None outside of `beside`
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._stashing = free_in_forked_children(threading.Lock())
-        self._latest_stream: int | None = None  # handle of the last stream of gradients; 0 = the default stream
+        self._latest_stream: int | None = None  # handle of the last stream to write gradients; 0 = default
         self._noticed: set[int] = set()
         self._thread = threading.local()
 
@@ -215,7 +277,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def before_packing(self) -> Iterator[None]:
-        """Run the body of the `with` statement on the CUDA stream from which `beside` was entered.
+        """Run the body of the `with` statement on the CUDA stream that was current outside of `beside`.
 
         The packing stream, which copies gradients into flat buffers, then waits for this CUDA stream.
         """
@@ -240,10 +302,11 @@ class CudaDevice(Device):
         return stream
 
     def notice_stream(self) -> None:
-        """Make the packing stream, which copies gradients into flat buffers, wait for the streams that write gradients.
+        """Note the CUDA stream that writes a gradient. Called for each gradient, while that stream is the current one.
 
-        Called for each gradient. The packing stream waits for a CUDA stream once autograd has changed to another one.
-        For the last one, it waits in `beside`.
+        The packing stream copies gradients into flat buffers, so it must wait for all streams that write them. If
+        autograd has changed the stream since the last call, let the packing stream wait for the earlier one here.
+        `beside` makes it wait for the current one.
         """
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._latest_stream:
@@ -263,7 +326,7 @@ class CudaDevice(Device):
         status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)
         if int(status) != 0:
             if (library := cuda_runtime()) is not None:
-                library.cudaGetLastError()  # else PyTorch's next kernel launch would raise this error
+                library.cudaGetLastError()  # clear the error, or PyTorch's next kernel launch would raise it
             logger.warning(
                 "CUDA cannot page-lock host memory (error %s), so copies between GPU and host will be slower",
                 status,
@@ -293,7 +356,7 @@ class CudaDevice(Device):
             while self._stash[0][0] is not event and self._stash[0][0].query():
                 self._stash.popleft()
 
-    def release(self) -> None:
+    def release(self, *, forget: bool = True) -> None:
         """Drop the tensor references that `keep` holds.
 
         The current CUDA stream, and those that have written gradients, wait for the packing stream first, because they
@@ -302,8 +365,9 @@ class CudaDevice(Device):
         torch.cuda.current_stream(self.torch_device).wait_stream(self._side)
         for raw in self._noticed:
             self._stream_of(raw).wait_stream(self._side)
-        self._noticed.clear()
-        self._latest_stream = None
+        if forget:
+            self._noticed.clear()
+            self._latest_stream = None
         with self._stashing:
             self._stash.clear()
 

@@ -38,8 +38,8 @@ def script_is_in_inference_mode() -> bool:
     """Return whether the training script is in inference mode in this thread, even if `outside_modes` has left it.
 
     A `TorchDispatchMode` must not begin or end inside inference mode, because leaving inference mode restores the
-    dispatch keys that the thread had on entering inference mode. A `TorchDispatchMode` that begins there would see no
-    operations, and PyTorch would call one that ends there after its end.
+    dispatch keys that the thread had on entering it. If a mode began inside, it would see no operations afterwards. If
+    a mode ended inside, PyTorch would still call it afterwards.
     """
     return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
@@ -48,8 +48,8 @@ def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Re
     """Wrap `function` so that it runs outside of all modes of the calling thread except `TorchDispatchMode`.
 
     Modes are, for example, autocast and inference mode. This wrapper is for functions that run in the backward pass.
-    There, a `TorchDispatchMode` also sees the operations of DDP's reducer, so that it may see those of `function`, too.
-    `function` may exit a `TorchDispatchMode` that the training script has entered.
+    With DDP, a `TorchDispatchMode` also sees the reducer's operations in the backward pass, so it may see those of
+    `function`. `function` may exit a `TorchDispatchMode` that the training script has entered.
     """
 
     @functools.wraps(function)

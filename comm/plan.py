@@ -17,10 +17,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from sirtaki.errors import ConfigError, PlanError
+from sirtaki.errors import ConfigError, PlanError, require
 
 SMALL_GRADIENT = 16 * 1024
-"""Number of elements from which on a gradient counts as large, and not as small (`UnitClass`)."""
+"""Smallest number of elements of a gradient that counts as large. Smaller gradients count as small (`UnitClass`)."""
 
 
 class UnitClass(Enum):
@@ -54,7 +54,7 @@ def compressor_name(text: str) -> str:
 
 
 FLAGS = "sirtaki.control_flags"
-"""Name in `GradientLayout.names` of Sirtaki's control flags, a few numbers behind the gradients in a flat buffer."""
+"""Entry of `GradientLayout.names` for the control flags: a few numbers after the gradients in a flat buffer."""
 
 
 CUDA_ALIGNMENT_BYTES = 256
@@ -71,7 +71,7 @@ def alignment(device: str, itemsize_bytes: int) -> int:
 class GradientLayout:
     """Order and sizes of the gradients in a flat buffer.
 
-    They are sorted by the time at which the backward pass is expected to have computed them.
+    The gradients are in the order in which the backward pass is expected to compute them.
 
     Attributes:
         sizes: number of elements of each gradient, rounded up to `alignment`, `(n_gradients,)`. Zero is allowed.
@@ -90,17 +90,10 @@ class GradientLayout:
     embeddings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.sizes):
-            raise PlanError(f"the number of elements of a gradient must not be negative, found {min(self.sizes)}")
-        if self.itemsize_bytes <= 0:
-            raise PlanError(
-                f"itemsize_bytes (size of one gradient element) must be at least 1, found {self.itemsize_bytes}"
-            )
-        if self.names and len(self.names) != len(self.sizes):
-            raise PlanError(
-                f"the list of parameter names must have one name per gradient, found {len(self.names)} names "
-                f"for {len(self.sizes)} gradients"
-            )
+        require(min(self.sizes, default=0) >= 0, "sizes", "at least 0", self.sizes, PlanError)
+        require(self.itemsize_bytes >= 1, "itemsize_bytes", "at least 1", self.itemsize_bytes, PlanError)
+        valid = len(self.names) in (0, len(self.sizes))
+        require(valid, "names", f"{len(self.sizes)} names, one for each gradient", len(self.names), PlanError)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -140,10 +133,10 @@ class GradientLayout:
 
     def reordered(self, order: Sequence[int]) -> GradientLayout:
         """Return the layout of the gradients in another order: its gradient i is gradient `order[i]` of this layout."""
-        if sorted(order) != list(range(len(self.sizes))):
-            raise PlanError(
-                f"the new order of {len(self.sizes)} gradients must contain the index of each gradient once"
-            )
+        n_gradients = len(self.sizes)
+        require(
+            sorted(order) == list(range(n_gradients)), "order", f"each of 0 … {n_gradients - 1} once", order, PlanError
+        )
         return GradientLayout(
             sizes=tuple(self.sizes[i] for i in order),
             itemsize_bytes=self.itemsize_bytes,
@@ -253,33 +246,19 @@ class CommPlan:
     transport: TransportKind
 
     def __post_init__(self) -> None:
-        if self.streams < 1:
-            raise PlanError(
-                f"a communication plan must have at least one stream (parallel connection), found {self.streams}"
-            )
+        require(self.streams >= 1, "streams", "at least 1", self.streams, PlanError)
         position = 0
         for index, unit in enumerate(self.units):
-            if unit.start != position or unit.stop <= unit.start:
-                raise PlanError(
-                    f"unit (bucket) {index} of a communication plan (division of gradients into buckets) must begin at "
-                    f"element {position}, where the previous bucket ends, and must not be empty; found elements "
-                    f"[{unit.start}, {unit.stop})"
-                )
-            if not 0 <= unit.stream < self.streams:
-                raise PlanError(
-                    f"unit (bucket) {index} of a communication plan uses stream {unit.stream} (parallel connection), "
-                    f"but must use a stream from 0 to {self.streams - 1}"
-                )
-            if unit.threads is not None and unit.threads < 1:
-                raise PlanError(
-                    f"the number of GPU threads that reduce unit (bucket) {index} must be at least 1, found "
-                    f"{unit.threads}"
-                )
+            follows = unit.start == position < unit.stop
+            if not (follows and 0 <= unit.stream < self.streams and (unit.threads is None or unit.threads >= 1)):
+                rule = f"start={position}, stop > start, 0 <= stream < {self.streams} and threads >= 1"
+                require(False, f"bucket {index} of the communication plan", rule, unit, PlanError)
+
             position = unit.stop
         if position != self.numel:
             raise PlanError(
-                f"the units (buckets) of a communication plan cover {position} gradient elements, but must cover all "
-                f"{self.numel}; make a new plan for this model, such as by `sirtaki optimize`"
+                f"the communication plan is for {position} gradient elements, but the model has {self.numel}; make a "
+                "new plan with `sirtaki optimize`"
             )
 
     def to_json(self) -> dict[str, Any]:

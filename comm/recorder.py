@@ -1,7 +1,7 @@
 """Interface through which the communication layer reports the times of iterations and operations to a recorder.
 
 A higher layer creates the recorder, and passes it to `start`. If nothing is recorded, `current` is None, and the only
-cost per iteration is to check this.
+cost per iteration is this check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .plan import GradientLayout, Route
 
 
 class ReadyMoment(NamedTuple):
-    """Time `ready_s` at which the backward pass has computed gradient number `place` of layout number `layout`."""
+    """Time `ready_s` at which the backward pass has computed a gradient: number `place` in layout number `layout`."""
 
     layout: int
     place: int
@@ -97,7 +97,7 @@ class TracedOperation:
 
 
 class Recorder(Protocol):
-    """Receiver of the times of training iterations and eager operations. Its methods must be fast, as callers wait."""
+    """Receiver of the times of training iterations and eager operations. Its methods must be fast: callers wait."""
 
     def iteration(self, traced: TracedIteration) -> None:
         """Record a training iteration. Called by the training thread, after all its gradients are reduced."""

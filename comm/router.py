@@ -7,17 +7,20 @@ streams, and launches all-reduces on them.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.mpi import mpi_of
-from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.plane import ControlPlane, gather
 from sirtaki.comm.control.waiting import wait_for_work
 from sirtaki.comm.nccl_streams.transport import CommunicatorPool, NcclHierarchicalTransport, NcclTransport, Opener
 from sirtaki.comm.transports.contract import (
+    TUNED_CONNECTIONS,
     FlatBuffer,
     Parcels,
     ReduceOp,
@@ -28,7 +31,7 @@ from sirtaki.comm.transports.contract import (
     reserved,
     streams_within,
 )
-from sirtaki.comm.transports.gloo import DirectTransport, GlooTransport, WatchfulStore
+from sirtaki.comm.transports.gloo import DirectTransport, GlooTransport
 from sirtaki.comm.transports.mpi import MpiTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, share_memory
 from sirtaki.comm.transports.staged import StagedTransport
@@ -44,7 +47,7 @@ MAX_COMMUNICATORS = 24
 blocks), and each NCCL algorithm and protocol, that plans use on it."""
 
 DIRECT_LATENCY_S = 2e-3
-"""Latency between nodes from which on `DirectTransport` (each rank sends to all others) replaces Gloo's ring.
+"""Smallest latency in seconds between nodes at which `DirectTransport` (each rank sends to all) replaces Gloo's ring.
 
 The value was measured on four emulated nodes (400 Mbit/s, 100 Mbit/s per TCP connection). With `DirectTransport`, units
 (buckets) of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's time at any latency. A buffer of 8 MiB takes 1.04 to 1.09 of
@@ -63,10 +66,11 @@ class Router:
     Attributes:
         device: device of the gradients.
         transports: possible transports by route. They need not have open streams (connections or CUDA streams).
-        between_nodes: True if `routes` must omit hierarchical routes, whose sums within nodes cannot be compressed.
+        compresses: True if a codec compresses gradients. `routes` then omit hierarchical routes, whose sums within
+            nodes cannot be compressed. `nccl_ways` are empty, because NCCL has no tree algorithm for all-gathers.
     """
 
-    between_nodes = False
+    compresses = False
 
     def __init__(
         self,
@@ -93,11 +97,14 @@ class Router:
         self._pool = None
         if nccl is not None:
             self._pool = CommunicatorPool(
-                nccl, limit=MAX_COMMUNICATORS, worst=lambda value: float(control.maximum(np.array([value]))[0])
+                nccl,
+                limit=MAX_COMMUNICATORS,
+                worst=lambda value: float(control.maximum(np.array([value]))[0]),
+                number=control.broadcast(secrets.randbits(62)),
             )
         self.transports: dict[Route, Transport] = {}
-        self._opened: dict[Route, int] = {}  # number of open streams by route, equal on all ranks
-        self._refused: dict[Route, int] = {}  # by route: after a failure, fewest streams not tried
+        self._opened: dict[Route, int] = {}  # number of open streams of each route, equal on all ranks
+        self._refused: dict[Route, int] = {}  # per route: smallest number of streams no longer offered
         self._shares_memory = nccl is None and max(control.local_sizes) > 1
         if self._shares_memory:
             try:
@@ -178,19 +185,14 @@ class Router:
         control = self._control
         if kind is TransportKind.MPI:
             return MpiTransport(lambda: mpi_of(control.duplicate(cross=across)), control.agree_on_success)
-        store, address = control.store()
-        group, rank, size = (
-            (f"local{control.local_rank}", control.cross_rank, control.cross_size)
-            if across
-            else ("all", control.rank, control.size)
-        )
-        long_latency = size > 2 and control.round_trip_s >= 2 * DIRECT_LATENCY_S
+        comm = control.cross if across else control.comm
+        address = control.address()
+        long_latency = comm.size > 2 and control.round_trip_s >= 2 * DIRECT_LATENCY_S
         return (DirectTransport if (long_latency if self._direct is None else self._direct) else GlooTransport)(
-            store=WatchfulStore(store, control.failures),
-            prefix=lambda: f"{control.next_prefix()}/{group}",
+            gather=partial(gather, comm=comm),
             address=address,
-            rank=rank,
-            size=size,
+            rank=comm.rank,
+            size=comm.size,
             timeout_s=self._timeout_s,
             agree=control.agree_on_success,
             failures=control.failures,
@@ -220,21 +222,37 @@ class Router:
         return tuple(
             route
             for route in self._possible()
-            if self._refused.get(route, 2) > 1 and not (self.between_nodes and route[1] is TREE)
+            if self._refused.get(route, 2) > 1 and not (self.compresses and route[1] is TREE)
         )
 
-    def max_streams(self, routes: Sequence[Route] | None = None) -> int:
+    def max_streams(self, routes: Sequence[Route] | None = None, *, fixed: bool = False) -> int:
         """Return the largest number of streams (connections or CUDA streams) that every one of `routes` offers.
 
-        The kind of transport, the free file descriptors and earlier failures to open streams limit the number.
+        The kind of transport, the free file descriptors and earlier failures to open streams limit the number. So does
+        the number of ranks, because each stream connects all of them.
 
         Args:
             routes: transports and algorithms. None = all that a plan may use.
+            fixed: True if the user chooses the number. The number of ranks does not limit it then.
         """
-        return min(self._limit(route)[0] for route in routes or self.routes)
+        limits = {route: self._limit(route)[0] for route in routes or self.routes}
+        return min(most if fixed else max(1, min(most, self._affordable(route))) for route, most in limits.items())
+
+    def _affordable(self, route: Route) -> int:
+        """Return the largest number of streams of a route that have at most `TUNED_CONNECTIONS` connections together.
+
+        On one node, the limit is half of `TUNED_CONNECTIONS`. 0 = one stream already has more connections.
+        """
+        cost, most = self.transports[route].stream_cost, TUNED_CONNECTIONS // (1 + self._control.one_node)
+        return most // cost.connections if cost.connections else most
+
+    @property
+    def affordable_routes(self) -> tuple[Route, ...]:
+        """Routes that tuning may try beside the default route, because one stream has few enough connections."""
+        return tuple(route for route in self.routes if self._affordable(route) > 0)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
-        """Return a text for messages: what limits the number of streams of `routes[0]`, and which routes offer more."""
+        """Describe what limits the number of streams of `routes[0]`, and which other routes offer more streams."""
         limits = {route: self._limit(route) for route in routes}
         lowest, reason = limits[routes[0]]
         more = sorted({f"{limit} on {route[0].value}" for route, (limit, _) in limits.items() if limit > lowest})
@@ -259,9 +277,10 @@ class Router:
         offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
+    @property
     def nccl_ways(self) -> tuple[NcclWay, ...]:
         """Return the combinations of NCCL algorithm and protocol that a plan may use. Empty without NCCL."""
-        return () if self._nccl is None else self._nccl.ways
+        return () if self._nccl is None or self.compresses else self._nccl.ways
 
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
         """Allocate a zeroed flat buffer of `numel` elements on each rank. All transports can reduce it. Collective."""
@@ -289,8 +308,9 @@ class Router:
 
         Raises:
             PlanError: on all ranks, if the plan's transport and algorithm are not possible, or offer fewer streams.
-            TransportError: on all ranks, if the streams could not be opened. Streams opened before stay open. From then
-                on, the router offers only half of the missing streams, because another failure may take long.
+            TransportError: on all ranks, if the streams could not be opened. Streams that were open before the call
+                stay open. Later calls may request only half of the missing streams, because another failure may take
+                long.
         """
         # Open the streams of each algorithm in an order that is the same on all ranks, because opening is collective.
         for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
@@ -301,7 +321,8 @@ class Router:
 
         Raises:
             PlanError: on all ranks, if the route is not possible, or offers fewer streams.
-            TransportError: on all ranks, if the streams could not be opened. Streams opened before stay open.
+            TransportError: on all ranks, if the streams could not be opened. Streams that were open before the call
+                stay open.
         """
         self._open(route, [StreamSpec(number, threads) for number in range(count)], planned=count)
 
@@ -340,7 +361,7 @@ class Router:
 
         No operation may be in flight on this rank.
         """
-        self._control.agree_on_success("")  # waits for all ranks: then no operation is in flight
+        self._control.agree_on_success("")  # wait for all ranks, so that no rank has an operation in flight
         for (kind, algorithm), transport in self.transports.items():
             specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
             wanted = 1 + max((spec.number for spec in specs), default=-1)
@@ -355,13 +376,13 @@ class Router:
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self.device.synchronise()  # because communicators must have no operation in flight when they are closed
+            self._wait_for_device()
             self._pool.keep_only(keys)
 
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
-        """Call `act` before units (buckets) that are submitted to a stream later are reduced.
+        """Make a stream call `act` before it reduces units (buckets) that are submitted later.
 
         If the stream has a thread, queue the call for this thread, without waiting. Else call `act` now.
 
@@ -395,13 +416,21 @@ class Router:
         )
 
     def exchange(
-        self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
+        self,
+        outgoing: FlatBuffer,
+        parcels: Parcels,
+        incoming: torch.Tensor,
+        *,
+        route: Route,
+        stream: int,
+        threads: int | None = None,
+        nccl: NcclWay | None = None,
     ) -> Work:
-        """Launch an all-to-all of parcels (messages between two ranks) in host memory. Collective, non-blocking.
+        """Launch an all-to-all of parcels (messages between two ranks). Collective, non-blocking.
 
         `route` must have the flat algorithm. `Transport.exchange` describes the other arguments.
         """
-        return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
+        return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream, threads, nccl))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
         """Launch the all-reduces of all units (buckets) of `plan`, whose streams are open. Collective, non-blocking."""
@@ -422,8 +451,8 @@ class Router:
     def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
         """Wait for all works (all-reduces and all-to-alls in flight). Return False if the wait was interrupted.
 
-        If a rank ends during the wait, the raised error names the rank. A rank that ends closes the connections of its
-        router before its control plane. So when a connection breaks, the wait asks the control plane for the reason.
+        If a rank ends during the wait, the raised error names the rank: when a connection breaks, the wait asks the
+        control plane for the reason.
 
         Args:
             works: operations in flight, in the order of their launch.
@@ -450,11 +479,24 @@ class Router:
         self.transports.clear()
         return all(closed)
 
+    def _wait_for_device(self) -> None:
+        """Block until no NCCL operation is in flight, as a pool of communicators requires before it closes some.
+
+        Raises:
+            CommError: the job has failed. The communicators may have been aborted.
+        """
+        with self._control.failures.raising():
+            self.device.synchronise()
+
     def close(self) -> None:
-        """Close all transports and NCCL communicators. Collective. May be called twice."""
+        """Close all transports and NCCL communicators. Collective. May be called twice.
+
+        Raises:
+            CommError: the job has failed during the call.
+        """
         self.release()
         if self._pool is not None and self._control.failures.error is None:
-            self.device.synchronise()  # because communicators must have no operation in flight when they are closed
+            self._wait_for_device()
             self._pool.close()
 
 

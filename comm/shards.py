@@ -56,16 +56,16 @@ MOST_TAGS = 1 << 30
 """Number of different tags of messages. A tag names the operation to which a message belongs."""
 
 GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
-"""Streams of all-gathers (gathers) and reduce-scatters (scatters) in the shared-memory transport. Over sockets, the
-number of the stream is part of a message's tag."""
+"""Streams of all-gathers (gathers) and reduce-scatters (scatters) in the shared-memory transport. Over sockets,
+only their numbers are used: they are part of a message's tag."""
 
 END_S = 1.0
 """Seconds for which `ShardLanes.close` waits for its threads, whose connections are closed. Threads that have not ended
 by then keep running."""
 
 NEVER_S = 7 * 24 * 3600.0
-"""Timeout of the transport's operations in seconds, so long that it never expires. `ShardWork.wait` has its own timeout
-instead, which may change during the job, and whose error names the operation."""
+"""Timeout of the transport's operations in seconds, so long that it never expires. The timeout that counts is that of
+`ShardWork.wait`, because it may change during the job, and its error names the operation."""
 
 
 class ShardWork:
@@ -128,7 +128,7 @@ class Loss:
     sent_bytes: float = 0.0
 
     def add(self, values: torch.Tensor, packed: torch.Tensor, codec: Codec, itemsize: int) -> None:
-        """Add what packing (compressing) `values` to `packed` by `codec` has lost and saved.
+        """Add the loss and the saved bytes of packing (compressing) `values` into `packed` by `codec`.
 
         `itemsize` is the number of bytes of a value before its conversion to float32.
         """
@@ -261,7 +261,7 @@ class JointGather:
     sent = False
 
     def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None) -> None:
-        """Create a coalesced all-gather, yet without shards. `codec` packs (compresses) its messages, if not None."""
+        """Create an empty coalesced all-gather. `codec` packs (compresses) its messages, if not None."""
         self.lanes, self.dtype, self._codec = lanes, dtype, codec
         self._label: int | None = None
         self._shards: list[torch.Tensor] = []
@@ -328,7 +328,7 @@ class JointScatter:
     def __init__(
         self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None
     ) -> None:
-        """Create a coalesced reduce-scatter, yet without tensors. `ShardLanes.scatter` describes the arguments."""
+        """Create an empty coalesced reduce-scatter. `ShardLanes.scatter` describes the arguments."""
         self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
         self._codec = codec
         self._label: int | None = None
@@ -376,9 +376,11 @@ class JointScatter:
 
 
 def _joint_label(label: int | None, another: int) -> int:
-    """Return the label (naming number) of a coalesced operation to which an operation with label `another` is added.
+    """Combine the labels (numbers that name operations) of a coalesced operation and of an operation added to it.
 
-    `label` is its label before the addition. None = it is still empty.
+    Args:
+        label: label of the coalesced operation before the addition. None = it is empty.
+        another: label of the added operation.
     """
     return another if label is None else ((label + 1) * 8191 + another) % (1 << 40)
 
@@ -439,7 +441,7 @@ class _OverSockets(ShardLanes):
         sockets = router.transports[self._route]
         assert isinstance(sockets, GlooTransport)
         self._sockets = sockets
-        self.most_streams = router.max_streams([self._route])
+        self.most_streams = router.max_streams([self._route], fixed=True)
         self._streams = 0
         self._tags = itertools.count()
         self._gathers, self._scatters = _Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")
@@ -560,8 +562,8 @@ class _OverSockets(ShardLanes):
         for start, stop in itertools.pairwise(bounds):
             number = next(self._tags)
             # Derive the tag from length and label of the operation, so that a rank that has submitted another operation
-            # does not receive this message. The rank would write beyond its memory, or take one module's values for
-            # those of another module.
+            # does not receive this message. Otherwise, the rank could write beyond its memory, or use the values of the
+            # wrong module.
             tag = (number * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
@@ -590,12 +592,12 @@ int64: the size of the data in bytes, and the label (number) of the operation. A
 in the whole tensor that all ranks share, and not in the slot."""
 
 WHOLES = 4
-"""Number of buffers in shared memory for results of all-gathers (whole tensors). It limits how many results may be in
-flight or in use at the same time without private memory."""
+"""Number of buffers in shared memory for results of all-gathers (whole tensors). If more results are in flight
+or in use at the same time, the additional ones use private memory."""
 
 RELEASE_S = 0.05
-"""Seconds to wait until other ranks no longer use a result of an all-gather in shared memory, so that the next one can
-be written there. After this time, private memory is used instead."""
+"""Longest time in seconds for which a rank waits until the other ranks no longer use the previous result in a buffer of
+shared memory. After this time, the rank gathers into private memory instead."""
 
 
 class _Slots:
@@ -637,13 +639,13 @@ class _Slots:
         return slot
 
     def end_turn(self, work: ShardWork) -> None:
-        """Make `next` return the other slot (buffer). `work` is the operation that reads the current slot."""
+        """Make the other slot (buffer) the next one. `work` is the operation that reads the current slot."""
         self._works[self._next] = work
         self._next = (self._next + 1) % SLOTS
 
 
 class _Wholes:
-    """Memory, shared by the ranks of a node, for results of all-gathers. Each rank writes its shard, and copies none.
+    """Shared memory of a node's ranks for results of all-gathers. Each rank writes its shard, and copies no others.
 
     All-gather n uses the buffer n modulo `WHOLES`, if every rank has released the previous result in the buffer. If a
     rank has not, or if the result is larger than the buffer, private memory is used instead. Each rank decides this
@@ -688,9 +690,9 @@ class _Wholes:
         self._release_before(place, self._held.pop(place) + 1)
 
     def _release_before(self, place: int, number: int) -> None:
-        """Tell the peers that this rank needs no result in buffer `place` of all-gathers before `number`. Thread-safe.
+        """Tell the peers that this rank needs buffer `place` no longer for all-gathers with numbers below `number`.
 
-        If this rank still uses a result in the buffer, the peers are told once it does not.
+        If this rank still uses a result in the buffer, the message waits until the result is freed. Thread-safe.
         """
         self._ended[place] = max(self._ended[place], number)
         if place not in self._held:
@@ -706,9 +708,10 @@ class _Wholes:
         return torch.from_numpy(self._memory[place])
 
     def end(self, number: int) -> None:
-        """Release the shared memory of all-gather `number`.
+        """Report that this rank has read all shards of all-gather `number`, so that their shared memory may be reused.
 
-        Called on a rank that has used private memory instead (`take` has returned None), once it has read all shards.
+        Called on a rank for which `take` has returned None. Such a rank gathers into private memory, but copies the
+        shards of other ranks from the shared memory.
         """
         self._release_before(number % WHOLES, number + 1)
 
@@ -835,8 +838,8 @@ class _InSharedMemory(ShardLanes):
 class _OverNodes(ShardLanes):
     """All-gathers and reduce-scatters in two levels: shared memory within a node, sockets between nodes.
 
-    The sockets connect ranks of equal local rank. All-gathers have a thread, which starts the second level when the
-    first one has ended, and so have reduce-scatters. Each of the two threads needs connections of its own.
+    The sockets connect ranks of equal local rank. One thread for all-gathers and one for reduce-scatters start the
+    second level of an operation when its first level has ended. Each of the two threads needs connections of its own.
     """
 
     kind = TransportKind.GLOO

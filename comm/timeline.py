@@ -28,7 +28,7 @@ _END = b"\n]\n"
 
 Event = tuple[str | None, str, float, float, Mapping[str, object]]
 """An event of the trace: (track, name, begin_s, end_s, arguments). Times by `time.perf_counter`. Track None = the event
-may overlap others of the same name."""
+may overlap other events of the same name, so each gets an id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Timeline:
         self._writer = writer
         self._events: list[Event] = []
         self._tracks: dict[str, int] = {}
-        self._overlapping = writer.rank << 32  # last id of an event that may overlap; differs by rank
+        self._overlapping = writer.rank << 32  # last id of an overlapping event, unique over ranks
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._writing = free_in_forked_children(threading.Lock())
         try:

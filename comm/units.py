@@ -39,17 +39,17 @@ from .plan import Route
 from .router import Router
 
 LEAST_BYTES = 128 << 10
-"""Smallest size in bytes of the units (buckets) into which a tensor is cut. Except for this limit, a tensor is cut into
-at least one unit per stream (connection)."""
+"""Smallest size in bytes of the units (buckets) into which a tensor is cut. A tensor is cut into at least one unit per
+stream (connection), unless the units would be smaller than this."""
 
 LATE_S = 0.5
-"""Seconds in which operations in flight may still complete after a rank has ended. The rank may have exited normally,
-after it has sent all its data."""
+"""Seconds for which operations in flight may still complete after a rank has ended, because the rank may have exited
+normally, after sending all its data."""
 
 UNIT_BLAME_S = 0.5
-"""Seconds to wait, after an operation has failed, until the control plane (small messages between ranks) reports which
-rank has ended, for the error message. The wait may be short, because a rank that ends closes its control plane before
-its transports."""
+"""Longest time in seconds that a failed operation waits for the control plane (small messages between ranks) to report
+which rank has ended, so that the error can name it. The wait may be short, because a rank that ends closes its control
+plane before its transports."""
 
 
 class TensorOperation:
@@ -128,7 +128,7 @@ class TensorReduction(TensorOperation):
             target: tensor for the result.
             start: index of the first element of the result that `target` receives.
             op: reduction over ranks.
-            timeout_s: time after this call at which a reduction that has not ended fails.
+            timeout_s: seconds after this call at which the reduction fails if it has not ended.
             then: called once the result is in `target`, before the future `ended` gets its result.
         """
         super().__init__(then)
@@ -293,7 +293,7 @@ class UnitPipeline:
     def _launch(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
-                reduction.source = reduction.source.clone()  # because `source` must not change
+                reduction.source = reduction.source.clone()  # because the caller's tensor must not change
             buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
         else:
             buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)

@@ -1,4 +1,4 @@
-"""Generate the parts of the documents that have a source: settings, options, decisions, figures, targets, listings.
+"""Generate the parts of the documents that have a source: API, settings, options, decisions, figures, listings.
 
     python docs/tables.py            # replace the text between `<!-- begin: NAME -->` and `<!-- end: NAME -->`
     python docs/tables.py --check    # print the names of outdated parts; exit code 1 if there are any
@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+
+import griffe
 
 from sirtaki.cli.__main__ import COMMANDS
 from sirtaki.engine.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, Settings, Variable
@@ -79,6 +81,63 @@ def listing(script: str) -> str:
         return text.replace("](docs/", "](")  # because the text is inserted into a page in docs/
     language = {".py": "python", ".sh": "bash"}.get(Path(script).suffix, "")
     return f"```{language}\n{(DOCS.parent / script).read_text(encoding='utf-8').strip()}\n```"
+
+
+@cache
+def _package() -> griffe.Object:
+    """Load the package `sirtaki` from its source, without importing it."""
+    options = griffe.GoogleOptions(
+        returns_multiple_items=False, returns_named_value=False, warnings=False, warn_missing_types=False
+    )
+    loader = griffe.GriffeLoader(search_paths=[DOCS.parent], docstring_parser="google", docstring_options=options)
+    package = loader.load("sirtaki")
+    loader.resolve_aliases(external=False)
+    assert isinstance(package, griffe.Object)
+    return package
+
+
+def api(path: str) -> str:
+    """Return the signature and the docstring of a public object, and of its members that have a docstring."""
+    found = _package()[path.removeprefix("sirtaki.")]
+    found = found.final_target if isinstance(found, griffe.Alias) else found
+    members = [m for m in found.members.values() if not (m.is_alias or m.name.startswith("_")) and m.docstring]
+    if found.is_module:
+        return "\n\n".join(api(f"{path}.{member.name}") for member in members)
+    parts = [f"### `{path}`"]
+    if not found.is_attribute and (signature := found.signature(name=found.name)):
+        parts.append(f"```python\n{_wrapped(signature)}\n```")
+    if found.is_class and (bases := [f"`{base}`" for base in found.bases if not str(base).startswith("_")]):
+        parts.append(f"Base: {', '.join(bases)}.")
+    parts += _sections(found)
+    if found.is_class:
+        for member in members:
+            name = member.name if member.is_attribute else member.signature()
+            parts += [f"**`{name}`**", *_sections(member)]
+    return "\n\n".join(parts)
+
+
+def _wrapped(signature: str) -> str:
+    """Return a signature with one parameter a line if it is long."""
+    return signature if len(signature) <= 100 else re.sub(r", (?=\*{0,2}\w+:|\*,)", ",\n    ", signature)
+
+
+def _sections(found: griffe.Object) -> list[str]:
+    """Return the docstring of an object as paragraphs and lists."""
+    parts = []
+    for section in found.docstring.parsed if found.docstring else ():
+        kind, value = section.kind.value, section.value
+        if kind == "text":
+            parts.append(value)
+        elif kind == "examples":
+            parts += [f"```pycon\n{text}\n```" if part.value == "examples" else text for part, text in value]
+        elif kind == "admonition":
+            parts.append(f"*{section.title}*: {value.description}")
+        else:
+            names = [getattr(item, "name", "") or (kind == "raises" and str(item.annotation)) for item in value]
+            items = (" ".join(item.description.split()) for item in value)
+            lines = [f"- `{name}`: {text}" if name else text for name, text in zip(names, items, strict=True)]
+            parts += [f"*{ {'parameters': 'Args'}.get(kind, kind.capitalize()) }*", "\n".join(lines)]
+    return parts
 
 
 FIGURES: Sequence[tuple[str, str, str, str]] = (
@@ -165,9 +224,9 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "figures": ("../README.md", figures_table),
     "targets": ("explanation/targets.md", targets_table),
     **{
-        f"listing {script}": (str(page.relative_to(DOCS)), partial(listing, script))
+        f"{kind} {what}": (str(page.relative_to(DOCS)), partial(listing if kind == "listing" else api, what))
         for page in sorted(DOCS.rglob("*.md"))
-        for script in re.findall(r"<!-- begin: listing (\S+) -->", page.read_text(encoding="utf-8"))
+        for kind, what in re.findall(r"<!-- begin: (listing|api) (\S+) -->", page.read_text(encoding="utf-8"))
     },
 }
 """Name of each generated part → its page, and the function that returns its text."""

@@ -5,7 +5,11 @@ A package provides it to every Sirtaki job on the machine by an entry point in i
     [project.entry-points."sirtaki.arms"]
     coordinate_descent = "my_package:make_arm"
 
-The warm-up then uses it together with the built-in techniques, or alone if selected by its name.
+The warm-up then uses it together with the built-in techniques. A script uses it alone by its name, or without an entry
+point by the function that creates it:
+
+    optimizer = hvd.DistributedOptimizer(optimizer, arms=["coordinate_descent"])
+    optimizer = hvd.DistributedOptimizer(optimizer, arms=[make_arm])
 """
 
 import math

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import sirtaki.torch as hvd
 from sirtaki import watch
+from sirtaki.errors import ConfigError
 
 
 class WandbWatcher(watch.Watcher):
@@ -44,7 +45,7 @@ class MlflowWatcher(watch.Watcher):
 def add_watchers():
     try:
         watch.add(watch.TensorBoard("runs"))
-    except ImportError:
+    except ConfigError:
         print("without TensorBoard", flush=True)
     try:
         import wandb

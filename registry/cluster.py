@@ -14,8 +14,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from sirtaki.errors import RegistryError
+from sirtaki.errors import RegistryError, require
 from sirtaki.fields import Label
+from sirtaki.measures import counted
 
 from .graph import canonical_json, digest
 
@@ -50,8 +51,8 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
             RegistryError: a speed is not positive and finite.
         """
         for value in (bandwidth_bytes_per_s, latency_s):
-            if value is not None and not (0 < value < math.inf):
-                raise RegistryError(f"a link's bandwidth and latency must be positive and finite, found {value}")
+            valid = value is None or 0 < value < math.inf
+            require(valid, "a link's bandwidth or latency", "a positive, finite number", value, RegistryError)
         return cls(
             bandwidth_log2=None if bandwidth_bytes_per_s is None else round(math.log2(bandwidth_bytes_per_s)),
             latency_log2=None if latency_s is None else round(math.log2(latency_s * 1e9)),
@@ -90,7 +91,7 @@ class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Summary of a topology without single ranks, small enough to compare with thousands of other summaries.
+    """Summary of a topology that counts equal hosts and lists no ranks, so that thousands of them can be compared.
 
     Attributes:
         hosts: (description of a host, number of ranks on it, number of such hosts), sorted.
@@ -105,7 +106,7 @@ class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         kinds: Counter[str] = Counter()
         for detail, _, count in self.hosts:
             try:
-                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # written by `Topology.shape`
+                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # the format that `Topology.shape` writes
             except ValueError:
                 kind = ""
             kinds[str(kind)] += count
@@ -131,17 +132,11 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     network_link: LinkClass
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.places) <= MAX_RANKS:
-            raise RegistryError(
-                f"a job's topology (its ranks by host and device) must have 1 to {MAX_RANKS} ranks, "
-                f"found {len(self.places)}"
-            )
+        n_ranks = len(self.places)
+        require(1 <= n_ranks <= MAX_RANKS, "number of ranks", f"1 to {MAX_RANKS}", n_ranks, RegistryError)
         hosts = sorted({place.host for place in self.places})
-        if hosts != [*range(len(self.host_kinds))]:
-            raise RegistryError(
-                f"the hosts of a job's topology must be numbered from 0 to {len(self.host_kinds) - 1}, and each host "
-                f"must have a rank, found ranks on the hosts {hosts!s:.100}"
-            )
+        rule = f"hosts 0 to {len(self.host_kinds) - 1}, each with a rank"
+        require(hosts == [*range(len(self.host_kinds))], "topology", rule, hosts, RegistryError)
 
     @classmethod
     def from_ranks(
@@ -180,7 +175,7 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return len(self.host_kinds)
 
     def _hosts(self) -> list[str]:
-        """Return a text for each host: its kind, and how many devices are shared by how many ranks each."""
+        """Return a text for each host: its kind, and (device kind, ranks per device, number of such devices)."""
         devices: list[Counter[tuple[str, int]]] = [Counter() for _ in self.host_kinds]
         for rank, place in enumerate(self.places):
             # Use a unique index, because the rank does not share its device.
@@ -188,8 +183,8 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             index = alone if place.device_index is None else place.device_index
             devices[place.host][(place.device, index)] += 1
         texts = []
-        for kind, counted in zip(self.host_kinds, devices, strict=True):
-            shares = Counter((device, ranks) for (device, _), ranks in counted.items())
+        for kind, numbered in zip(self.host_kinds, devices, strict=True):
+            shares = Counter((device, ranks) for (device, _), ranks in numbered.items())
             texts.append(canonical_json([kind, sorted([*share, count] for share, count in shares.items())]))
         return texts
 
@@ -208,5 +203,4 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def describe(self) -> str:
         """Return a text such as `8 ranks on 2 hosts`."""
-        ranks = f"{self.world_size} rank" + ("" if self.world_size == 1 else "s")
-        return f"{ranks} on {self.n_hosts} host" + ("" if self.n_hosts == 1 else "s")
+        return f"{counted(self.world_size, 'rank')} on {counted(self.n_hosts, 'host')}"

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from sirtaki.errors import RegistryError
+from sirtaki.errors import RegistryError, require
 from sirtaki.fields import Label
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ else:
 
 
 def digest(*parts: str) -> str:
-    """Return the SHA-256 of the parts, in hexadecimal. Boundaries between parts change the digest."""
+    """Return the SHA-256 of the parts, in hexadecimal. Other boundaries between the parts give another digest."""
     sha = hashlib.sha256()
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -99,8 +99,8 @@ def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]
     nodes, edges = list(nodes), list(edges)
     if len(nodes) > MAX_NODES or len(edges) > MAX_EDGES:
         raise RegistryError(
-            "the registry cannot store tuning results of this model: the model's graph of operations must have at most "
-            f"{MAX_NODES} nodes and {MAX_EDGES} edges, found {len(nodes)} nodes and {len(edges)} edges"
+            f"the model's graph is too large to store tuning results in the registry: it has {len(nodes)} nodes "
+            f"(limit {MAX_NODES}) and {len(edges)} edges (limit {MAX_EDGES})"
         )
     graph = nx.DiGraph(labels=nodes, edges=sorted(edges))
     graph.add_nodes_from(range(len(nodes)))
@@ -108,8 +108,8 @@ def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]
     for (source, target), times in Counter(edges).items():
         if times > 1 or source == target or not 0 <= min(source, target) <= max(source, target) < len(nodes):
             raise RegistryError(
-                f"each edge of a stored model graph of {len(nodes)} nodes must connect two different nodes and occur "
-                f"once, found the edge {source} -> {target} (occurs {times}x): the graph was edited or damaged"
+                f"a stored model graph of {len(nodes)} nodes is damaged: it has the invalid edge {source} -> "
+                f"{target} ({times} times)"
             )
     return nx.freeze(graph)
 
@@ -156,9 +156,7 @@ def topological_order(graph: ModelGraph) -> list[int]:
     try:
         return list(nx.topological_sort(graph))
     except nx.NetworkXUnfeasible as err:
-        raise RegistryError(
-            "the graph of a model's operations must not have a cycle, but this graph has a cycle"
-        ) from err
+        raise RegistryError("the model graph of a stored tuning result is damaged: it has a cycle") from err
 
 
 class GraphJson(Struct, forbid_unknown_fields=True):
@@ -174,8 +172,7 @@ class GraphJson(Struct, forbid_unknown_fields=True):
         Raises:
             RegistryError: the graph is undirected or invalid.
         """
-        if not self.directed:
-            raise RegistryError("a model's graph must be directed: its JSON field 'directed' must be true, found false")
+        require(self.directed, "directed", "true", "false", RegistryError)
         return model_graph((OperationLabel(*node) for node in self.nodes), ((a, b) for a, b, _ in self.edges))
 
 
@@ -244,8 +241,8 @@ DOUBLING_COST = 0.125
 SAME_KIND_LIMIT = 1.0
 OTHER_KIND_COST = 1.5
 
-# Largest number of nodes of two graphs that are paired by an optimal assignment, which takes cubic time. If there are
-# more, they are paired in order.
+# Largest number of nodes for which two graphs' nodes are paired by an optimal assignment, which takes cubic time. In
+# larger graphs, the k-th nodes of equal kind are paired.
 MAX_ASSIGNED = 160
 
 # Largest number of nodes for which `least_distance` computes `assignment_bound`, which takes cubic time. It is large,
@@ -457,7 +454,10 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
 
 
 def _assign(costs: _LocalCosts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the pairs of nodes in the cheapest assignment. A pair without gain means a deletion and an insertion."""
+    """Return the pairs of nodes in the cheapest assignment.
+
+    A pair that costs as much as deleting one node and inserting the other counts as a deletion and an insertion.
+    """
     from scipy.optimize import linear_sum_assignment
 
     gain_NM = np.minimum(costs.pair_NM - costs.delete_N[:, None] - costs.insert_M, 0.0)

@@ -24,8 +24,8 @@ from .graph import ModelGraph, OperationLabel, model_graph, topological_order
 if TYPE_CHECKING:
     import networkx as nx
 
-# Longest text that describes the parameters of an operation, and longest text that names the operations merged into it.
-# Longer texts are cut, but the label's `size` counts all parameters.
+# Maximum length of the text that describes an operation's parameters, and of the text that names the operations merged
+# into it. Longer texts are cut, but the label's `size` counts all parameters.
 _MAX_DETAIL_CHARS = MAX_LABEL_CHARS // 2
 
 _SHAPE_ONLY = {
@@ -72,8 +72,8 @@ class CapturedGraph:
         """
         import networkx as nx
 
-        # Build a graph whose nodes have the fields of `AutogradNode`, and `tail`, the kinds of the operations merged
-        # into the node. Nodes and their neighbours keep the order of discovery.
+        # Nodes have the fields of `AutogradNode`. Their attribute `tail` will list the kinds of the operations that are
+        # merged into them below. Nodes and their neighbours keep the order of discovery.
         operations = nx.DiGraph()
         for number, own in self.operations.items():
             operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
@@ -101,8 +101,8 @@ class AutogradNode(NamedTuple):
 def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> CapturedGraph:
     """Return the autograd graph of `outputs`, a nesting of tensors in dicts, sequences and objects with fields.
 
-    Parameters whose gradients are not reduced get labels without size and with a prefix. So a model with more frozen
-    parameters has a different graph.
+    Nodes of parameters whose gradients are not reduced (frozen ones) are labelled as such. So two models that differ in
+    which parameters are frozen have different graphs.
 
     Args:
         outputs: output of a module. No reference to it is kept.
@@ -192,7 +192,7 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
-    """Merge each operation without parameters into its only predecessor, if that has no other successor."""
+    """Merge each operation without parameters into its only predecessor, if this predecessor has no other successor."""
     # Go from inputs to outputs, so that a chain of operations grows at its end.
     for number, own in reversed(list(operations.nodes(data=True))):
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
@@ -250,15 +250,15 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 logger = logging.getLogger(__name__)
 
-# Largest number of outermost calls to examine. If no call's output depends on all parameters (some are unused, or the
-# model is called in pieces), the graph with most parameters is used.
+# Maximum number of calls of outermost modules whose graphs are captured. If no call's output depends on all parameters
+# (some are unused, or the model is called in pieces), the graph with most parameters is used.
 _MAX_CALLS = 8
 
 _NO_GRAPH = "Sirtaki cannot capture the graph of the model %s: the registry compares only the shapes of its parameters"
 
 
 class ModelGraphRecorder:
-    """Captures the graph of the first outermost module call whose output depends on all parameters with reduced
+    """Recorder of the graph of the first outermost module call whose output depends on all parameters with reduced
     gradients.
 
     The recorder keeps no tensor of a forward pass, removes its hooks by itself, and never raises into training.
@@ -285,7 +285,8 @@ class ModelGraphRecorder:
         self._best, self._name, self._calls = None, "", 0
         self._parameters = list(model_parameters)
         self._shapes = [tuple(parameter.shape) for parameter in reversed(self._parameters)]
-        # The warning does not apply: the hook is removed before compilation, or has no effect in compiled code.
+        # Ignore torch.compile's warning about global hooks, because this hook is removed before compilation, or has no
+        # effect in compiled code.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._watch()
 
@@ -298,7 +299,7 @@ class ModelGraphRecorder:
     def graph(self) -> ModelGraph | None:
         """Return the model's graph; None before `start()`.
 
-        If no graph was captured, a chain of the parameters, last parameter first, stands for it.
+        If no graph was captured, return a chain of the parameters, the last parameter first.
         """
         if self._best is not None:
             try:

@@ -30,6 +30,9 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
     Raises:
         RegistryError: the registry cannot be opened. The message names a remedy.
     """
+    if _loading is not None:
+        # Wait, because two threads that import modules with circular imports may see incomplete modules.
+        _loading.join()
     from .store import Store
 
     return Store(url_or_path or str(default_path()), read_only=read_only)

@@ -20,7 +20,7 @@ from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.sharded import ShardKnobs
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath
-from sirtaki.errors import RegistryError
+from sirtaki.errors import RegistryError, require
 from sirtaki.fields import Count, Number, Positive, Text, Texts, checked, plain
 from sirtaki.measures import Gain, LinkModel, describe_gain
 
@@ -38,13 +38,18 @@ MAX_AHEAD_S = 24 * 3600.0
 """Largest accepted time, in seconds, by which a record's time of creation is ahead of this host's clock."""
 
 
+def local_time(seconds: float) -> str:
+    """Format seconds since the epoch as local time, to the minute: `2026-11-28 23:52`."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Properties of a job and of a stored setting that must be equal, so that the job considers the setting."""
 
     kind: ClassVar[str]
 
     def digest(self) -> str:
-        """Return a digest that is equal exactly for equal keys of one class."""
+        """Return a digest of the key. Two keys have equal digests only if they are equal and of the same class."""
         return digest(self.kind, canonical_json(plain(self)))[:32]
 
 
@@ -69,6 +74,14 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def id(self) -> str:
         """Return the id. The store keeps one record per id."""
         return digest(*self._identity())[:32]
+
+    @property
+    def reference(self) -> str:
+        """Return the beginning of the id and the time of creation in words: `entry 98ce2b6d, stored 2026-11-28 23:52`.
+
+        Commands such as `sirtaki registry show` accept the beginning of an id.
+        """
+        return f"{self.called} {self.id[:8]}, stored {local_time(self.created_s)}"
 
     def _identity(self) -> tuple[str, ...]:
         raise NotImplementedError
@@ -112,11 +125,9 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 field.
         """
         record = checked(cls, {**checked(dict[str, Any], data), **graphs} if graphs else data)
-        if record.created_s > time.time() + MAX_AHEAD_S:
-            raise RegistryError(
-                "created_s (Unix time when a tuning result was stored) must not be in the future, found "
-                f"{record.created_s:.0f}: check the clocks of the hosts"
-            )
+        latest_s = time.time() + MAX_AHEAD_S
+        rule = f"a time before now ({latest_s:.0f}); check the clocks of the hosts"
+        require(record.created_s <= latest_s, "created_s", rule, f"{record.created_s:.0f}", RegistryError)
         if why := record.implausible():
             raise RegistryError(why)
         return record
@@ -198,7 +209,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _OldLink(Struct, forbid_unknown_fields=True):
-    """Link format of early versions, in which the concurrency curve is a list of factors."""
+    """Measured link as early versions stored it, with the concurrency curve as a list of factors."""
 
     latency_s: Number
     bandwidth_bytes_per_s: Positive
@@ -256,7 +267,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         return type(other) is JobRecord and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # because Struct's __ne__ compares identities
+        return not self == other  # because `__ne__` of msgspec's Struct compares identities instead
 
     __hash__ = None  # type: ignore[assignment]  # not hashable, because its key contains dicts
 
@@ -387,19 +398,12 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curve: Annotated[tuple[tuple[_Rows, Annotated[float, Meta(ge=0, le=1)]], ...], Meta(max_length=1000)]
 
     def __post_init__(self) -> None:
-        if not (self.touched > 0 and self.union > 0 and self.curve):
-            raise RegistryError(
-                "the row-access statistics (skew) of an embedding are empty: touched (accesses per iteration), union "
-                "(distinct rows per iteration) and the number of points in curve must be above 0, found "
-                f"{self.touched}, {self.union} and {len(self.curve)}"
-            )
+        valid = self.touched > 0 and self.union > 0 and self.curve
+        require(valid, "skew", "touched, union and number of points in curve above 0", self, RegistryError)
         for (rows, part), (more, larger) in pairwise(self.curve):
             if rows >= more or part > larger:
-                raise RegistryError(
-                    "each point [N, share] of skew.curve (share of accesses that go to an embedding's N most accessed "
-                    f"rows) must have a larger N and no smaller share than the point before, found [{more}, {larger}] "
-                    f"after [{rows}, {part}]"
-                )
+                rule = "an ascending number of rows, and a share that does not fall"
+                require(False, "skew.curve", rule, f"{[more, larger]} after {[rows, part]}", RegistryError)
 
     def covered(self, rows: int) -> float:
         """Return the fraction of accesses that go to the `rows` most frequent rows.
@@ -427,7 +431,10 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return max(*counts, coverage / LIKE_COVERAGE)
 
     def bucket(self) -> list[int]:
-        """Return rounded integers that are equal or differ by one for alike access patterns."""
+        """Return the access pattern as a few integers, which are a part of the record's id.
+
+        Integers of alike access patterns are equal or differ by one.
+        """
         middle = max(1, round(math.sqrt(self.curve[-1][0])))
         counts = (round(math.log(count) / math.log(LIKE)) for count in (self.touched, self.union))
         return [*counts, round(self.covered(middle) / LIKE_COVERAGE)]

@@ -45,9 +45,9 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 
-from sirtaki.errors import CorruptStoreError, RegistryError
+from sirtaki.errors import CorruptStoreError, RegistryError, require
 from sirtaki.fields import parsed, plain
 from sirtaki.measures import Gain
 
@@ -161,7 +161,7 @@ _LOCK = 0x51A7A1
 # the next attempt updates the row.
 _ATTEMPTS = 5
 
-# Bound on the JSON of a graph of maximum size. A larger body is an attempt to exhaust memory.
+# Upper bound of the JSON size of the largest permitted graph. A larger body is an attempt to exhaust memory.
 _MAX_GRAPH_BYTES = 1 << 27
 
 MAX_PER_KEY = 1000
@@ -281,16 +281,15 @@ class Store:
         with self._reading() as connection:
             found, name = self._find(connection, kind, id_prefix)
             row = next(_rows(connection, found, [name]), None)
-        if row is None:
-            raise RegistryError(
-                f"the stored tuning result {name} (type: {found.called}) is incomplete, because the registry lacks its "
-                f"model graph or its topology: remove the result with `sirtaki registry forget {name}`"
-            )
         try:
+            if row is None:
+                raise RegistryError(
+                    "this tuning result cannot be read: its model graph or cluster topology is missing in the registry"
+                )
             return _record(found, *row)
         except RegistryError as err:
             raise RegistryError(
-                f"the stored tuning result {name} (type: {found.called}) is damaged ({err}): remove the result with "
+                f"the stored tuning result {name} (type: {found.called}) is damaged ({err}); remove it with "
                 f"`sirtaki registry forget {name}`"
             ) from err
 
@@ -335,7 +334,7 @@ class Store:
 
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
         """Store each record that is better than the stored one. Return their number. On an error, store none."""
-        # Check all records first, because no unreadable record must be written.
+        # Parse all records before any is written, because jobs could not read an invalid record.
         for record in records:
             type(record).from_json(record.body(), record.graphs)
         for _ in range(_ATTEMPTS):
@@ -346,8 +345,8 @@ class Store:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
         raise RegistryError(
-            f"Sirtaki stored no tuning results in the registry {self.name}, because each of {_ATTEMPTS} attempts "
-            "conflicted with a write of another process: try again later"
+            f"Sirtaki could not write to the registry of tuning results {self.name}, because parallel processes "
+            f"wrote to it during all {_ATTEMPTS} attempts; try again later"
         )
 
     def forget(self, id_prefix: str) -> str:
@@ -459,14 +458,9 @@ class Store:
         if len(found) == 1 and id_prefix:
             return found[0]
         called, lists = (" or ".join(getattr(one, name) for one in kinds) for name in ("called", "shown_by"))
-        if found:
-            raise RegistryError(
-                f"several ids in the registry (stored tuning results) begin with {id_prefix!r}: give more characters "
-                f"of the id; the command {lists} shows all ids"
-            )
         raise RegistryError(
-            f"the registry has no record (type: {called}) whose id begins with {id_prefix!r}: the command {lists} "
-            "shows all ids"
+            f"the id {id_prefix!r} must match one stored tuning result ({called}), but matches "
+            f"{'several' if found else 'none'}; the command {lists} shows all ids"
         )
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -485,8 +479,7 @@ class Store:
                 if not (isinstance(err.__cause__, OperationalError) and path.is_file()) or "locked" in str(err):
                     raise
                 logger.info(
-                    "Sirtaki opens the registry (stored tuning results) %s read-only and stores no new results, "
-                    "because opening for writing failed: %s",
+                    "Sirtaki cannot write to the registry of tuning results %s, and therefore only reads it: %s",
                     path,
                     err,
                 )
@@ -506,14 +499,14 @@ class Store:
             version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
             if version > len(SCHEMAS):
                 raise RegistryError(
-                    f"the registry (stored tuning results) {self.name} has schema version {version}, but this release "
-                    f"of Sirtaki supports versions up to {len(SCHEMAS)}: upgrade Sirtaki, or set SIRTAKI_REGISTRY to "
-                    "another registry"
+                    f"the registry of tuning results {self.name} has version {version}, but this release of Sirtaki "
+                    f"supports versions up to {len(SCHEMAS)}: upgrade Sirtaki, or set SIRTAKI_REGISTRY to another "
+                    "registry"
                 )
             if self.read_only and version == 0:
                 raise RegistryError(
-                    f"there is no registry of tuned settings in {self.name}: check the path or URL in --registry or "
-                    "SIRTAKI_REGISTRY"
+                    f"there is no registry of tuning results in {self.name}; pass another file or URL with "
+                    "--registry or SIRTAKI_REGISTRY"
                 )
             if self.read_only:
                 existing = [table for added in SCHEMAS[:version] for table in added]
@@ -532,8 +525,8 @@ class Store:
     def _writing(self) -> Iterator[Connection]:
         if self.read_only:
             raise RegistryError(
-                f"the registry (stored tuning results) {self.name} is open read-only and cannot be written: set "
-                "SIRTAKI_REGISTRY to a file or database that you can write"
+                f"the registry of tuning results {self.name} cannot be written; set SIRTAKI_REGISTRY to a file or "
+                "database that you can write"
             )
         with (
             self._translated(),
@@ -548,34 +541,24 @@ class Store:
         try:
             yield
         except ImportError as err:
+            postgresql = self.name.startswith("postgresql")
+            install = "run: pip install 'sirtaki[postgresql]'" if postgresql else "install the driver with pip"
             raise RegistryError(
-                f"the registry {self.name} needs a database driver that is not installed: {err}; install the driver "
-                "with pip"
-            ) from err
-        except OperationalError as err:
-            why = " ".join(str(err.orig).split())
-            if "locked" in str(err.orig):
-                raise RegistryError(
-                    f"another process has locked the registry of tuned settings {self.name} ({why}): wait until that "
-                    "process ends, or end that process if it hangs"
-                ) from err
-            raise RegistryError(
-                f"Sirtaki cannot open or use the registry (stored tuning results) {self.name} ({why}): check that the "
-                "database exists and may be read and written, or set SIRTAKI_REGISTRY to another registry"
-            ) from err
-        except DatabaseError as err:
-            # Compare the exact type, because subclasses report other errors than damage.
-            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:
-                message = f"the file {self.name} is not a registry or is damaged ({err.orig})"
-                raise CorruptStoreError(message, self._path) from err
-            why = " ".join(str(err.orig).split())
-            raise RegistryError(
-                f"the registry (database of tuning results) {self.name} rejected an SQL statement of Sirtaki ({why}): "
-                "set SIRTAKI_REGISTRY to another registry, or report this as a bug of Sirtaki"
+                f"the registry of tuning results {self.name} needs a database driver that is not installed ({err}); "
+                f"{install}"
             ) from err
         except (SQLAlchemyError, OSError) as err:
+            why = " ".join(str(getattr(err, "orig", None) or err).split())
+            # Compare the exact type of the error, because its subclasses report other errors than a damaged file.
+            if self._path is not None and type(getattr(err, "orig", None)) is sqlite3.DatabaseError:
+                raise CorruptStoreError(
+                    f"the file {self.name} is not a registry of tuning results, or it is damaged ({why})", self._path
+                ) from err
+            remedy = (
+                "wait until no other process locks it" if "locked" in why else "check that it may be read and written"
+            )
             raise RegistryError(
-                f"Sirtaki cannot open or use the registry (stored tuning results) {self.name} ({err}): set "
+                f"Sirtaki cannot use the registry of tuning results {self.name} ({why}); {remedy}, or set "
                 "SIRTAKI_REGISTRY to another registry"
             ) from err
 
@@ -630,11 +613,7 @@ def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
         for field, graph in zip(("model", "topology"), graphs, strict=False)
     }
     record = kind.from_json(data)
-    if record.id != name:
-        raise RegistryError(
-            f"the id of a stored tuning result must be {record.id} (the hash of its `key` field), found {name}: the "
-            "result was edited or damaged, and Sirtaki does not use it"
-        )
+    require(record.id == name, "id", f"{record.id}, the hash of the field key", name, RegistryError)
     return record
 
 
@@ -660,7 +639,7 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
                 return False
         except RegistryError as err:
             logger.warning(
-                "Sirtaki replaces a damaged tuning result in the registry (%s %s) with a new result: %s",
+                "Sirtaki replaces a damaged result in the registry of tuning results (%s %s) with a new result: %s",
                 kind.called,
                 record.id,
                 err,
@@ -685,7 +664,7 @@ def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dic
         (models, key.model, graph),
         (signatures, key.model, summary),
         (topologies, key.topology, cluster),
-    ):  # existing rows are not written, unless they may be damaged
+    ):  # rows that exist are overwritten only if they may be damaged
         same = table.c.fingerprint == fingerprint
         if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
             connection.execute(insert(table).values(fingerprint=fingerprint, **values))
@@ -719,14 +698,10 @@ def _expanded(body: bytes) -> bytes:
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
     except (zlib.error, TypeError) as err:
         raise RegistryError(
-            f"the model graph or the topology of a stored tuning result cannot be decompressed ({err}): the result is "
-            "damaged, and Sirtaki does not use it"
+            f"a stored tuning result is damaged: its model graph or cluster topology cannot be decompressed ({err})"
         ) from err
-    if inflate.unconsumed_tail:
-        raise RegistryError(
-            "the decompressed model graph or topology of a stored tuning result must have at most "
-            f"{_MAX_GRAPH_BYTES} bytes, found more: the result is damaged, and Sirtaki does not use it"
-        )
+    rule = f"at most {_MAX_GRAPH_BYTES} bytes"
+    require(not inflate.unconsumed_tail, "model graph or topology", rule, "more", RegistryError)
     return text
 
 
@@ -743,8 +718,8 @@ def file_of(url_or_path: str) -> Path | None:
         return None
     if url.database in (None, "", ":memory:"):
         raise RegistryError(
-            "the registry (stored tuning results) must be a file or on a database server, because a database in memory "
-            "is lost when the process ends: set SIRTAKI_REGISTRY to a file or a server's URL"
+            "the registry of tuning results must be a file or on a database server, not in memory; set "
+            "SIRTAKI_REGISTRY to a file or a URL"
         )
     return Path(url.database)
 
@@ -754,8 +729,8 @@ def _url(url_or_path: str) -> URL | None:
         return make_url(url_or_path) if "://" in url_or_path else None
     except SQLAlchemyError as err:
         raise RegistryError(
-            f"SQLAlchemy rejects the registry's URL {url_or_path!r} ({err}): set SIRTAKI_REGISTRY to a file or to a "
-            "URL such as postgresql+psycopg://user@host/db"
+            f"the URL {url_or_path!r} of the registry of tuning results is invalid ({err}); set SIRTAKI_REGISTRY to "
+            "a file, or to a URL such as postgresql+psycopg://user@host/db"
         ) from err
 
 
@@ -836,10 +811,10 @@ def _is_on_network(path: Path) -> bool:
         # Without /proc, assume that the file is on a local disk.
         return False
     folder, around = os.path.realpath(path.parent), [(0, 0, "")]
-    # Prefer the later of two mounts at one place, because it hides the earlier one.
+    # Prefer the later of two mounts at one place, because it hides the earlier mount.
     for number, line in enumerate(lines):
         _, place, kind, *_ = line.split()
-        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")  # spaces are \040
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")  # a space is \040
         if f"{folder}/".startswith(f"{place}/"):
             around.append((len(place), number, kind))
     return max(around)[2].startswith(_NETWORK_FILE_SYSTEMS)
@@ -865,6 +840,6 @@ def set_aside(path: Path) -> Path:
             return aside
     except OSError as err:
         raise RegistryError(
-            f"the registry file (stored tuning results) {path} is damaged and Sirtaki cannot rename it ({err}): move "
-            "the file to another folder by hand"
+            f"the file {path} of the registry of tuning results is damaged and cannot be renamed ({err}); move it to "
+            "another folder by hand"
         ) from err

@@ -157,11 +157,12 @@ def nearest(
         for start in range(0, len(extras), _BATCH):
             batch = [item for item in extras[start : start + _BATCH] if item[0] <= limit]
             unknown = sorted({candidate.model for *_, candidate in batch} - computed.keys())
-            # After the time limit, use only stored distances. They are used so that a busy host finds its own model.
+            # After the time limit, compute no more distances. Stored distances are still used, so that a job on a busy
+            # host finds the entries of its own model.
             if not batch or ((first or start) and unknown and clock() > end_s):
                 break
             graphs = store.models(unknown) if unknown else {}
-            # 1.0 if another process has just removed the graph.
+            # Use the distance 1.0 if another process has just removed the graph.
             new |= {other: distance(model, graphs[other]) if other in graphs else 1.0 for other in unknown}
             computed |= new
             for _, extra, cluster, candidate in batch:
@@ -346,7 +347,7 @@ def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: f
         except CorruptStoreError:
             raise
         except RegistryError as err:
-            logger.info("Sirtaki ignores the damaged tuning result %s of a similar job: %s", match.id, err)
+            logger.info("Sirtaki ignores the damaged result %s of a similar job: %s", match.id, err)
     return sorted(readable, key=lambda neighbour: neighbour.distance)[:k]
 
 
@@ -474,7 +475,8 @@ def _source(neighbour: Neighbour, job: JobDescription) -> str:
     record = neighbour.record
     if record.key == job.key:
         state = "an earlier job's setting" if record.complete else "the best setting of a job that ended early"
-        source = f"{state}, {record.describe_gain()} than the default"
+        source = f"{state} ({record.reference}), {record.describe_gain()} than the default"
     else:
-        source = f"a similar job's setting ({record.describe()}, distance {neighbour.distance:.2f} of 1)"
+        distance = f"distance {neighbour.distance:.2f} of 1"
+        source = f"a similar job's setting ({record.describe()}, {distance}; {record.reference})"
     return f"{job.name or 'this model'} on {job.topology.describe()}: starting from {source}"

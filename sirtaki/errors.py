@@ -10,7 +10,8 @@ SirtakiError
 │   │   └── PeerFaultError               a rank is alive, but its communication failed
 │   ├── StallError                       a rank did not take part within the stall time
 │   ├── TransportError                   a transport, or its number of streams, cannot be opened here
-│   └── AggregatorError                  an aggregator has exited, rejects the job, or misses a rank
+│   ├── ResourceLimitError               this process may not start a further thread
+│   └── AggregatorError                  an aggregator has exited, rejects the job, or waits for a rank
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
 ├── StaleReadError       (RuntimeError)  a parameter was read before its deferred update (`overlap_forward`)
 ├── TuningError          (RuntimeError)  a search method (arm), cost model or trial that cannot be used
@@ -86,8 +87,18 @@ class TransportError(CommError):
     """
 
 
+class ResourceLimitError(CommError):
+    """A thread cannot be started, because a limit is reached. The message names the limit, its value and the remedy.
+
+    In an elastic job the rank ends with this error. It does not restore a commit, because the error would come again.
+    """
+
+
 class AggregatorError(CommError):
-    """An aggregator cannot be reached, rejects the job, or misses ranks. Gradients must be reduced without it."""
+    """An aggregator (a server that sums sparse gradients) cannot be reached, or rejects the job.
+
+    Or it sends no sums, because it waits for a slow or lost rank. Gradients must be reduced without the aggregator.
+    """
 
 
 class GradientError(SirtakiError, RuntimeError):
@@ -149,3 +160,17 @@ class TranslationError(SirtakiError, ValueError):
         error = cls("; ".join(f"line {line}: {reason}" for line, reason in ordered))
         error.obstacles = ordered
         return error
+
+
+def require(valid: object, name: str, rule: object, found: object, error: type[SirtakiError] = ConfigError) -> None:
+    """Raise an error if a value is invalid. The message is the same sentence for all kinds of values.
+
+    Args:
+        valid: false if the value is invalid.
+        name: name of the argument, field or option.
+        rule: accepted values, such as "at least 1".
+        found: value that the caller found.
+        error: class of the error.
+    """
+    if not valid:
+        raise error(f"invalid value of {name}: expected {rule}, found {found!s:.300}")

@@ -11,11 +11,13 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import errno
 import fcntl
 import itertools
 import math
 import mmap
 import os
+import resource
 import signal
 import socket
 import struct
@@ -82,10 +84,50 @@ def memory_limit_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def host_kind() -> str:
-    """Return a text that is equal for equal hosts: product (on clouds the instance type), processor, number of cores.
+def thread_limits() -> str:
+    """Return the limits of threads and processes of this process, with their values, in words."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    found = [] if soft == resource.RLIM_INFINITY else [f"ulimit -u {soft}"]
+    found += [
+        f"pids.max {most} ({_read(folder / 'pids.current')} in use)"
+        for folder in _cgroup_folders("pids")
+        if (most := _read(folder / "pids.max")).isdecimal()
+    ]
+    return ", ".join(found) or f"kernel.threads-max {_read(Path('/proc/sys/kernel/threads-max'))}"
 
-    A container with a CPU quota below the host's number of cores counts as another kind of host.
+
+def memory_limits() -> str:
+    """Return the limits of this process's memory, with their values, in words. "" = none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    found = [] if soft == resource.RLIM_INFINITY else [f"ulimit -v {soft // 1024} kB"]
+    if (limit := memory_limit_bytes()) is not None:
+        found.append(f"{limit / 2**30:.3g} GiB of the container")
+    return ", ".join(found)
+
+
+_OUT_OF_MEMORY = "allocate memory", "failed to map segment", "unable to mmap"
+"""Parts of messages of PyTorch and of the dynamic linker."""
+
+
+def explained(error: BaseException) -> str:
+    """Return an error's text. If threads, processes or memory are exhausted, add the limits and the remedy."""
+    text, number, limit = str(error), getattr(error, "errno", None), ""
+    if "; the limit of " in text:
+        return text  # explained before
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(part in text for part in _OUT_OF_MEMORY):
+        limit = f"the limit of memory is {memory_limits() or 'that of this host'}"
+    elif number == errno.EAGAIN or "new thread" in text or "temporarily unavailable" in text:
+        # A thread needs memory, too, and Python reports both with the same words.
+        memory = memory_limits()
+        limit = f"the limit of threads is {thread_limits()}{memory and f'; that of memory is {memory}'}"
+    return f"{text or 'out of memory'}; {limit}: raise it, or start fewer ranks on this host" if limit else text
+
+
+def host_kind() -> str:
+    """Describe the kind of this host: product (on clouds the instance type), processor, number of cores.
+
+    The text is equal on all hosts of one kind. A container with a CPU quota below the host's number of cores counts as
+    another kind of host.
     """
     lines = (line.partition(":") for line in _read(_PROCESSORS).splitlines())
     processor = next((value for name, _, value in lines if name.strip() == "model name"), "")
@@ -233,7 +275,7 @@ def private_in_forked_children(owner: object, address: int, length: int, descrip
 
     def map_privately(_: object) -> None:
         if libc.mmap(address, length, _PROT_READ_WRITE, flags, duplicate, 0) != address:
-            os._exit(1)  # because the child could write into the job's gradients
+            os._exit(1)  # end the child, because it could write into the job's gradients
 
     in_forked_children(owner, map_privately)
 
@@ -330,7 +372,7 @@ def own_addresses(interface: str | None) -> list[str]:
                 f"--network-interfaces or SIRTAKI_GLOO_IFACE to one of: {there}"
             )
         return chosen
-    # Bridges of container engines are last, because every host has bridges with these addresses.
+    # Addresses of container bridges come last, because other hosts have bridges with equal addresses.
     outside = [(name.startswith(("docker", "br-", "virbr")), address) for name, address in known.items()]
     return [address for _, address in sorted(outside, key=lambda item: item[0]) if not address.startswith("127.")]
 
@@ -354,7 +396,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
     if port == 0 or host in (LOOPBACK, "localhost"):
         try:
             listener = socket.create_server((host, port), backlog=512)
-        except OSError:  # This process may already listen at the port, for process groups that the script has created.
+        except OSError:  # a process group of the script may have opened the port in this process
             if not (port and multi_tenant):
                 raise
     if listener is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, require
 from sirtaki.fields import Number, Positive
 
 
@@ -40,17 +40,10 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise TuningError(
-                    f"the parameter {name} (seconds) of a network link's cost model (formula for the time of an "
-                    "all-reduce) must be finite and at least 0, "
-                    f"found {seconds}"
-                )
-        if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):
-            raise TuningError(
-                "the throughput in a network link's cost model must be positive and finite for each number of parallel "
-                f"streams, found {self.throughput}"
-            )
+            valid = math.isfinite(seconds) and seconds >= 0
+            require(valid, name, "a finite number of seconds, at least 0", seconds, TuningError)
+        valid = bool(self.throughput) and all(math.isfinite(rate) and rate > 0 for rate in self.throughput)
+        require(valid, "throughput", "positive, finite numbers", self.throughput, TuningError)
 
     @property
     def beta_s_per_byte(self) -> float:
@@ -95,9 +88,9 @@ class LinkModel:
         )
 
     def differs_from(self, other: LinkModel) -> bool:
-        """Return whether a parameter of the models differs by more than the error of their fits.
+        """Return whether a parameter of this model differs from that of `other` by more than the error of their fits.
 
-        In this case, plans that were computed with one model must be computed again with the other.
+        In this case, plans that were computed with one of the models must be computed again with the other model.
         """
         tolerance = max(self.residual, other.residual, 0.01)
         width = max(len(self.throughput), len(other.throughput))
@@ -116,20 +109,19 @@ class LinkModel:
 
 
 SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
-"""Minimum and maximum unit (bucket) size that the tuner tries. Smaller units take only the start-up time."""
+"""Minimum and maximum unit (bucket) size that the tuner tries. The time of a smaller unit is almost only start-up time,
+so that still smaller units are no faster.
+"""
 
 
 def ring_ratios(from_ranks: int, to_ranks: int) -> tuple[float, float]:
-    """Return how a ring all-reduce changes with the number of ranks: factors of its hops, and of its bytes per link.
+    """Return the factors by which hops and bytes per link of a ring all-reduce change with the number of ranks.
 
     Raises:
         TuningError: one of the rings has fewer than two ranks.
     """
-    if min(from_ranks, to_ranks) < 2:
-        raise TuningError(
-            f"the cost of a ring all-reduce cannot be converted from {from_ranks} to {to_ranks} ranks; a ring must "
-            "have at least two ranks"
-        )
+    found = from_ranks, to_ranks
+    require(min(found) >= 2, "number of ranks of a ring all-reduce", "at least 2", found, TuningError)
     hops = (to_ranks - 1) / (from_ranks - 1)
     return hops, hops * from_ranks / to_ranks
 
@@ -137,6 +129,11 @@ def ring_ratios(from_ranks: int, to_ranks: int) -> tuple[float, float]:
 def ring_bytes(n_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends, and receives, in a ring all-reduce of a tensor of `n_bytes` bytes."""
     return 2.0 * (ranks - 1) / ranks * n_bytes
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun, which gets an "s" unless the number is 1: `1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -176,11 +173,8 @@ class Gain:
     high: float
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.low <= self.times <= self.high < math.inf:
-            raise TuningError(
-                f"the measured speed-up of a setting is {self.times}, with the confidence interval {self.low} to "
-                f"{self.high}; the interval must contain the speed-up, and must be positive and finite"
-            )
+        valid = 0.0 < self.low <= self.times <= self.high < math.inf
+        require(valid, "Gain", "0 < low <= times <= high", self, TuningError)
 
     @property
     def proved(self) -> bool:
@@ -207,7 +201,7 @@ class Gain:
 
     def describe(self) -> str:
         """Format the gain: `7 % faster, ± 2`, or `2.31× faster, ± 0.04`."""
-        half = self.times - self.low  # the lower half, because the upper half of a wide interval is longer
+        half = self.times - self.low  # the lower half; the upper half of a wide interval is longer
         if abs(self.times - 1.0) >= 1.0:
             return f"{self.times:.2f}× faster, ± {half:.2f}"
         digits = 0 if half >= 0.0095 else 1

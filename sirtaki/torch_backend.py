@@ -1,13 +1,16 @@
-"""Registration of the `torch.distributed` backend "sirtaki".
+"""Registration of the `torch.distributed` backend "sirtaki", and of the attachment of unmodified scripts.
 
 `import torch` calls `register` in every process where Sirtaki is installed (entry point `torch.backends`). Therefore
-this module imports nothing else of Sirtaki: the process group's module is imported when the first group is created.
+this module imports nothing else of Sirtaki: the process group's module is imported when the first group is created, and
+`sirtaki.attach` only if `SIRTAKI_ATTACH=auto` is set.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,7 +28,9 @@ PROCESS_GROUP = "sirtaki.torch.distributed.process_group"
 
 
 def register() -> None:
-    """Register the backend. Called by `import torch`. Idempotent; does nothing without torch.distributed.
+    """Register the backend, and with `SIRTAKI_ATTACH=auto` attach the script's models. Called by `import torch`.
+
+    Idempotent. Does nothing without torch.distributed.
 
     Exceptions and warnings are suppressed, because either could end `import torch` (a warning under `python -W error`).
     """
@@ -33,10 +38,12 @@ def register() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _register()
+            if os.environ.get("SIRTAKI_ATTACH", "").strip().lower() == "auto" and "torch.distributed" in sys.modules:
+                importlib.import_module("sirtaki.attach").install()
     except Exception as err:
         logger.debug(
-            "`import torch` could not register Sirtaki's backend %r (%s: %s), so init_process_group() cannot use it; "
-            "report this as a bug of Sirtaki",
+            "`import torch` could not register Sirtaki's backend %r (%s: %s), so init_process_group() cannot use it, "
+            "and SIRTAKI_ATTACH=auto attaches no model; report this as a bug of Sirtaki",
             NAME,
             type(err).__name__,
             err,

@@ -17,9 +17,9 @@ Compiled autograd inlines the hook, so the graph of a pass breaks only at the fi
 would break the graph at every gradient.
 
 Both marks are private to PyTorch, and only this module uses them. They were checked with PyTorch 2.13. With PyTorch
-versions before 2.7, Sirtaki's frames are excluded one by one (`skip_code`), and the packages that Sirtaki calls as a
-whole (`trace_rules.add`). This was not checked in a compiled job. With a version that has neither function, Dynamo also
-compiles Sirtaki's frames.
+versions before 2.7, Sirtaki's frames are excluded one by one (`skip_code`). The packages that Sirtaki calls are
+excluded as a whole (`trace_rules.add`). This was not checked in a compiled job. With a version that has neither
+function, Dynamo also compiles Sirtaki's frames.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ import torch
 PACKAGE = "sirtaki"
 
 CALLED = ("optuna", "skopt", "sklearn", "scipy", "networkx", "sqlalchemy", "msgspec", "rich", "psutil")
-"""Packages that Sirtaki calls. They must be excluded only with PyTorch versions that exclude frames one by one."""
+"""Packages that Sirtaki calls. They are excluded explicitly only with PyTorch versions that exclude frames one by one.
+Newer versions also exclude all frames that an excluded frame calls."""
 
 REASON = "it communicates with other ranks"
 
@@ -116,7 +117,7 @@ def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
             pending.append(getattr(function, "__wrapped__", None))
             if isinstance(function, FunctionType):
                 yield function
-                with suppress(ValueError):  # raised by an empty cell
+                with suppress(ValueError):  # an empty cell raises ValueError
                     pending += [cell.cell_contents for cell in function.__closure__ or ()]
 
 

@@ -25,22 +25,29 @@ SETS = 128
 """Number of sets of hyperparameters of the Gaussian process that are drawn from their prior."""
 
 KEPT = 8
-"""Number of sets of hyperparameters of the Gaussian process that predictions use, those with the largest evidence."""
+"""Number of sets of hyperparameters of the Gaussian process over which predictions are averaged.
+
+The sets with the largest evidence (marginal likelihood) are used.
+"""
 
 LENGTH, LENGTH_SPREAD = 0.7, 0.9
-"""Prior of the kernel's length scales, on an axis of length 1: median, and standard deviation of the logarithm."""
+"""Log-normal prior of the kernel's length scales: median, and standard deviation of the logarithm.
+
+Coordinates range from 0 to 1.
+"""
 
 LEVEL = 0.5
-"""Standard deviation of the mean level of each route (transport and algorithm) in the Gaussian process.
+"""Standard deviation of a constant offset that the Gaussian process has for each route (transport and algorithm).
 
-It is relative to the standard deviation of the kernel's Matérn part.
+The offset makes some routes faster than others at all points. Its standard deviation is relative to that of the
+kernel's Matérn part.
 """
 
 SCALE, SCALE_SPREAD = 1.0, 0.5
-"""Prior of the Gaussian process's standard deviation: median, and standard deviation of the logarithm."""
+"""Log-normal prior of the Gaussian process's standard deviation: median, and standard deviation of the logarithm."""
 
 NOISE, NOISE_SPREAD = 0.05, 0.8
-"""Prior of the relative noise of one measurement: median, and standard deviation of the logarithm."""
+"""Log-normal prior of the relative noise of one measurement: median, and standard deviation of the logarithm."""
 
 JITTER = 1e-4
 """Variance added to each point, because the kernel matrix may not be positive definite in single precision."""
@@ -63,7 +70,7 @@ class _Hyperparameters:
     noise_S: FloatArray
 
     def only(self, sets_K: IntArray) -> _Hyperparameters:
-        """Return the sets of hyperparameters with these indices, `(K,)`."""
+        """Return the sets of hyperparameters with the indices `sets_K`, `(K,)`."""
         return _Hyperparameters(
             inverse_squares_SD=self.inverse_squares_SD[sets_K],
             shared_S=self.shared_S[sets_K],
@@ -87,7 +94,7 @@ def _drawn(n_dimensions: int) -> _Hyperparameters:
 class GaussianProcess:
     """Gaussian process with a Matérn 5/2 kernel, fitted to points in the unit cube.
 
-    Predictions are averaged over the `KEPT` sets of hyperparameters with the largest evidence.
+    Predictions are averaged over the `KEPT` sets of hyperparameters with the largest evidence (marginal likelihood).
 
     Attributes:
         weights: weights of the `KEPT` sets of hyperparameters, `(K,)`. Their sum is 1.
@@ -162,9 +169,9 @@ class GaussianProcess:
 
 MAX_FITTED_TRIALS = 60  # the time of a fit is cubic in this number: 60 trials take about 20 ms
 MAX_CANDIDATES = 2000  # maximum number of settings of the grid for which the expected improvement is computed
-HOPELESS = 2.5  # times above this multiple of the shortest time are fitted as this multiple, to not distort the fit
-REFINED = 4  # number of best settings near which unit (bucket) sizes between those of the grid are candidates, too
-FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8  # number of these sizes in each direction, and their number per factor of 2
+HOPELESS = 2.5  # longer times than this multiple of the shortest time are clipped to it, to not distort the fit
+REFINED = 4  # number of best settings around which unit (bucket) sizes between those of the grid are candidates, too
+FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8  # number of such sizes on each side of a best setting's, and per factor of 2
 
 
 class _Surrogate(NamedTuple):
@@ -175,7 +182,7 @@ class _Surrogate(NamedTuple):
         best: measured setting with the smallest fitted mean.
         fitted_s: fitted mean of each measured setting, in seconds.
         candidates: unmeasured settings.
-        promises: expected improvement by each candidate, divided by the relative time of its trial, `(n_candidates,)`.
+        promises: promise (see `BayesianArm`) of each candidate, `(n_candidates,)`.
     """
 
     model: GaussianProcess
@@ -190,8 +197,9 @@ class BayesianArm:
 
     It uses the trials of all arms.
 
-    A setting's "promise" is its expected improvement divided by the relative time that its trial is expected to take
-    (expected improvement per second: Snoek et al., Practical Bayesian Optimization, 2012). While fewer than 2 + 2 ·
+    A setting's "promise" is its expected improvement divided by the relative time of its trial (expected improvement
+    per second: Snoek et al., Practical Bayesian Optimization, 2012). The relative time is the setting's expected
+    communication time divided by that of the best setting, but at least 1. While fewer than 2 + 2 ·
     (number of routes) settings are measured, the arm proposes an initial design: few and many streams on each route
     (transport and algorithm). The Gaussian process fits logarithms of communication times, because noise and gains are
     proportional to the time. The improvement is relative to the fitted mean of the best setting, because the best
@@ -239,9 +247,10 @@ class BayesianArm:
                 self._surrogate = None
 
     def expected_improvement(self) -> float | None:
-        """Return the largest expected improvement of an unmeasured setting, per relative time of its trial.
+        """Return the largest promise of an unmeasured setting: its expected improvement divided by its trial's time.
 
-        None until enough settings have been measured for a fit (the initial design).
+        The time is relative to that of a trial of the best setting. Return None until enough settings have been
+        measured for a fit (the initial design).
         """
         if len(self._finite()) < self._n_initial:
             return None
@@ -249,7 +258,7 @@ class BayesianArm:
         return float(promises.max()) if len(promises) else 0.0
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
-        """Return the communication time of a measured setting as fitted to all trials, in seconds.
+        """Return the Gaussian process's estimate of a measured setting's communication time, in seconds.
 
         None for an unmeasured setting, and until enough settings have been measured for a fit (the initial design).
         """
@@ -258,10 +267,11 @@ class BayesianArm:
         return self._fitted().fitted_s.get(knobs)
 
     def promise(self, candidates: Sequence[Knobs]) -> list[float] | None:
-        """Return each candidate's expected improvement per relative time, as a fraction of the best setting's time.
+        """Return the promise of each candidate: its expected improvement divided by the relative time of its trial.
 
-        It is infinite for candidates outside the grid `KnobLattice`, for which the fit has no data. None until enough
-        settings have been measured for a fit (the initial design).
+        The improvement is a fraction of the best setting's communication time. The promise is infinite for candidates
+        outside the grid `KnobLattice`, for which the Gaussian process has no data. Return None until enough settings
+        have been measured for a fit (the initial design).
         """
         if len(self._finite()) < self._n_initial:
             return None

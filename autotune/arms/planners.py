@@ -51,7 +51,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from sirtaki.comm.plan import GradientLayout, Route
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, require
 from sirtaki.measures import SMALLEST_UNIT_BYTES, LinkModel
 
 from ..knobs import Cut, Knobs, KnobSpace
@@ -110,7 +110,7 @@ class Planner(ABC):
             self._pending = None
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` plans, each once, the fastest in the simulator first.
+        """Return up to `n` plans that have not been proposed yet, the fastest in the simulator first.
 
         There is one plan for each route (transport and algorithm).
         """
@@ -142,7 +142,8 @@ class Planner(ABC):
                 knobs = self._knobs(model.layout, route, self.cuts(model, route))
             except TuningError as err:
                 logger.info(
-                    "the search method %s proposes no setting for the transport %s: %s; other search methods continue",
+                    "the search method %s proposes no setting for the transport %s: %s; tuning continues with the "
+                    "remaining search methods",
                     self.name,
                     route[0].value,
                     err,
@@ -157,8 +158,8 @@ class Planner(ABC):
         """Return the numbers of GPU threads for an all-reduce from which a plan may choose (LIBRA's R).
 
         They are `(None,)`, which lets NCCL choose, if there is no model of how communication slows computation down.
-        Otherwise None is excluded, because the model gives it the same cost as one of the numbers, so that None would
-        win a tie.
+        Otherwise they do not include None. The model treats None as `default_threads`, so a plan with this number of
+        threads and a plan with None would be equally fast, and None might be chosen.
         """
         counts = tuple(threads for threads in self.space.threads if threads is not None)
         return counts if counts and model.contention_on(route) is not None else (None,)
@@ -169,8 +170,8 @@ class Planner(ABC):
         streams = next((n for n in permitted if n >= used), None)
         if streams is None:
             raise TuningError(
-                f"the communication plan needs {used} streams (parallel connections), but the transport and "
-                f"SIRTAKI_STREAMS permit at most {permitted[-1]}, so Sirtaki does not try this plan"
+                f"the communication plan needs {used} streams (parallel connections), but the transport or "
+                f"SIRTAKI_STREAMS permits only {permitted[-1]}; Sirtaki does not try this plan"
             )
         starts = [0, *(cut.stop for cut in cuts)]
         typical = median(cut.stop - start for start, cut in zip(starts, cuts, strict=False)) * layout.itemsize_bytes
@@ -324,7 +325,7 @@ class MgWfbp(Planner):
 # ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)
-"""Fractions of a message's start-up time that the planner `AscWfbpN` assumes to delay communication; it tries each.
+"""Fractions of a message's start-up time that delay communication. `AscWfbpN` computes plans with each of them.
 
 The rest of the start-up time is assumed to overlap with the transmission on other streams.
 """
@@ -343,9 +344,9 @@ def layer_types(
 ) -> list[LayerType]:
     """Determine how each gradient is sent (its type) by ASC-WFBP's listing 1, in the order of the backward pass.
 
-    The listing calls CALCCOMMTIME, which computes all messages' times, for each layer. This function does not need it,
-    because a decision affects only the current message, into which the next gradient is merged, or which it follows.
-    The loop keeps the size and start of that message, and takes O(n) for n gradients.
+    For each layer, the listing computes the times of all messages (CALCCOMMTIME). This function takes O(n) for n
+    gradients, because a decision depends only on the current message and on the previous message, whose start and size
+    the loop stores.
 
     Args:
         ready_s: time at which each gradient and all gradients before it are ready (τ_b + t_b), `(n_gradients,)`,
@@ -357,14 +358,14 @@ def layer_types(
     """
     types: list[LayerType] = []
     message_bytes = 0
-    before_s, before_bytes = 0.0, 0  # start (τ_c) and size of the message before the current message
+    before_s, before_bytes = 0.0, 0  # start (τ_c) and size of the previous message
     for i in range(len(ready_s) - 1):
         message_bytes += sizes_bytes[i]
         start_s, next_ready_s = ready_s[i], ready_s[i + 1]
         alone_s = alpha_s + beta_s_per_byte * message_bytes
         before_alone_s = alpha_s + beta_s_per_byte * before_bytes
         overlap = max(0.0, 1 - (start_s - before_s) / before_alone_s) if before_bytes else 0.0
-        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # slow-down of the message before, eq. (13)
+        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # slow-down of the other message, eq. (13)
         q1 = start_s + alone_s <= next_ready_s  # the message ends before the next gradient is ready, eq. (21)
         q2 = next_ready_s < start_s + alpha_s  # the next gradient is ready during the start-up, eq. (24)
         q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (21) with the slow-down: eq. (27), terms of (17), (29)
@@ -397,11 +398,6 @@ class AscWfbp(Planner):
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
         """Return the messages of ASC-WFBP's listing 1 as units (buckets) on two streams."""
-        if self.space.streams_on(route)[-1] < 2:
-            raise TuningError(
-                "the search method ASC-WFBP, which chooses bucket sizes, needs 2 streams (parallel connections), but "
-                "only 1 is permitted: unset SIRTAKI_STREAMS if it is 1, or permit a transport with more streams"
-            )
         return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
 
 
@@ -421,7 +417,10 @@ class AscWfbpN(Planner):
     name = "asc_wfbp_n"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the candidate with the shortest simulated communication time; of equals, that of fewest buckets."""
+        """Return the candidate with the shortest simulated communication time.
+
+        If several candidates are equally fast, return the one with the fewest units (buckets).
+        """
         simulator = model.simulator(route)
 
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
@@ -496,8 +495,9 @@ class LibraPlan:
     Attributes:
         ends: index after the last layer of each group, `(n_groups,)`.
         choices: index of each group's number of threads in `StageModel`, `(n_groups,)`.
-        discrete_s: time of the backward pass and its communication if the backward pass is divided into equal chunks of
-            time and communication starts only between chunks (T(K, L, Z) in LIBRA). It is an upper bound of the time.
+        discrete_s: upper bound of the time of the backward pass with its communication (T(K, L, Z) in LIBRA). It is the
+            time if the backward pass is divided into equal chunks of time, and communication starts only between
+            chunks.
     """
 
     ends: tuple[int, ...]
@@ -531,11 +531,8 @@ def fuse_and_allocate(
         TuningError: there are no layers, or `compute_s` and `sizes_bytes` differ in length.
     """
     n_layers = len(sizes_bytes)
-    if not n_layers or len(compute_s) != n_layers:
-        raise TuningError(
-            "the search method LIBRA, which chooses bucket sizes, needs one computation time and one size per layer, "
-            f"for at least one layer, found {len(compute_s)} times (compute_s) and {n_layers} sizes (sizes_bytes)"
-        )
+    found = len(compute_s), n_layers
+    require(found[0] == n_layers >= 1, "compute_s and sizes_bytes", "one value per layer", found, TuningError)
     if sum(compute_s) <= 0:  # without computation, nothing overlaps: one message with the fastest allocation is best
         alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
         return LibraPlan(ends=(n_layers,), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
@@ -602,8 +599,9 @@ class _Programme:
         # The first chunk that starts after each layer: ⌈n(l) / w⌉ in the paper.
         self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
-        # Column z < Z is the time by which communication has delayed computation at chunk z (LIBRA's U). Column Z is an
-        # infinite sentinel, because `end_s` has the times at the end of the computation.
+        # Column z < Z is the time by which communication has delayed computation at chunk z (LIBRA's U). Column Z is
+        # infinite, so that impossible starts, which get the index Z, are never chosen. `end_s` has the times at the end
+        # of the computation.
         self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
         self.beyond[0, :chunks] = 0.0
         self.end_s = np.full(self.n_layers + 1, np.inf)
@@ -611,7 +609,7 @@ class _Programme:
         for layer in range(1, self.n_layers + 1):
             need, price = self._stages(layer)
             z = np.arange(self.first_chunk[layer], chunks)
-            start = z - need[..., None]  # chunk at which the group's communication starts, (before, J, z)
+            start = z - need[..., None]  # chunk at which the group's communication starts, axes (before, J, z)
             start = np.where(start >= self.first_chunk[layer], start, chunks)
             reached = self.beyond[earlier[layer][:, None, None], start] + price[..., None]
             if z.size:
@@ -689,7 +687,7 @@ class Libra(Planner):
     name = "libra"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the units (buckets) of the plan that is faster in the simulator, out of two.
+        """Return the units (buckets) of that one of two plans which is faster in the simulator.
 
         One plan uses the fewest permitted streams, the other one as many streams as saturate the link.
         """
@@ -783,7 +781,7 @@ class Dpro(Planner):
     name = "dpro"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Run one search for each permitted number of streams, and return the units (buckets) of the fastest result."""
+        """Search once for each permitted number of streams, and return the units (buckets) of the fastest schedule."""
         simulator = model.simulator(route)
         best = min(
             (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),

@@ -22,14 +22,14 @@ import msgspec
 import numpy as np
 
 from sirtaki.comm.plan import TransportKind, UnitClass, goes_through_sockets
-from sirtaki.errors import TuningError
+from sirtaki.errors import ConfigError, TuningError, require
 
 from ..knobs import KnobLattice, Knobs, KnobSpace, Lossy, NcclWays
 from ..trial import Arm, Proposal, Trial, TrialStatus
 from .bayesian import BayesianArm
 
 
-def require(arm: str, package: str, distribution: str) -> None:
+def require_package(arm: str, package: str, distribution: str) -> None:
     """Check that a package that a search method (arm) needs is installed, without importing the package.
 
     Args:
@@ -42,8 +42,8 @@ def require(arm: str, package: str, distribution: str) -> None:
     """
     if find_spec(package) is None:
         raise TuningError(
-            f"the search technique {arm} needs the package {distribution}, which is not installed: run "
-            f"pip install {distribution}, or do not select {arm}"
+            f"the search technique {arm} needs the package {distribution}, which is not installed: run pip install "
+            f"{distribution}, or do not select {arm}"
         )
 
 
@@ -230,7 +230,7 @@ class HyperbandArm:
     name = "hyperband"
 
     def __init__(self, space: KnobSpace, *, rng: np.random.Generator, max_iterations: int = 4) -> None:
-        require(self.name, "optuna", "optuna")
+        require_package(self.name, "optuna", "optuna")
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
         self._seed = int(rng.integers(2**31))
@@ -243,7 +243,7 @@ class HyperbandArm:
         self._finished: set[Knobs] = set()  # settings whose Optuna trial has ended
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` settings: first those that Hyperband measures for more iterations, then new settings."""
+        """Return up to `n` settings: first those that Hyperband has promoted to more iterations, then new settings."""
         if self._study is None:
             self._create_study()
             early_trials, self._early_trials = self._early_trials, []
@@ -313,7 +313,7 @@ class HyperbandArm:
         try:
             self._optuna = optuna
             self._study = optuna.create_study(
-                study_name="sirtaki",  # a constant, because the pruner's brackets depend on the name
+                study_name="sirtaki",  # a constant, because the pruner assigns trials to brackets by this name
                 sampler=optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=8),
                 pruner=optuna.pruners.HyperbandPruner(
                     min_resource=1, max_resource=self._max_iterations, reduction_factor=_REDUCTION_FACTOR
@@ -354,7 +354,7 @@ class ScikitOptimizeArm:
     name = "scikit_optimize"
 
     def __init__(self, space: KnobSpace, *, rng: np.random.Generator) -> None:
-        require(self.name, "skopt", "scikit-optimize")
+        require_package(self.name, "skopt", "scikit-optimize")
         self._space = space
         self._seed = int(rng.integers(2**31))
         self._optimizer: Any = None  # created by the first `ask`, which imports skopt
@@ -373,7 +373,7 @@ class ScikitOptimizeArm:
                 knobs = self._at(point)
                 if knobs not in self._measured:
                     return [Proposal(arm=self.name, knobs=knobs)]
-                # Report a bad value for this point, so that the optimiser does not propose it again.
+                # Report a bad value for the measured setting, so that the optimiser does not propose it again.
                 optimizer.tell(point, self._bad_log_s)
         return []
 
@@ -560,7 +560,7 @@ class NcclArm(_VariantArm):
             yield from self._neighbours(best_set)
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
-        """Yield settings with the NCCL algorithm of `knobs`, and another bucket size, number of streams or of CTAs."""
+        """Yield variants of `knobs` with its NCCL algorithm, but another bucket size, or other streams or CTAs."""
         assert knobs.nccl
         way = knobs.nccl.by(knobs.unit_bytes)
         for factor in (0.5, 2.0) if way else ():
@@ -571,7 +571,7 @@ class NcclArm(_VariantArm):
 
 
 def _affects_units(knobs: Knobs) -> bool:
-    """Return whether each NCCL algorithm of a setting is used by a unit (bucket).
+    """Return whether every NCCL algorithm of a setting applies to at least one of its units (buckets).
 
     The setting has one NCCL algorithm for small units and one for large units, or only one of these. Elements are
     assumed to have four bytes.
@@ -609,6 +609,52 @@ def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
     return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in ours}
 
 
+ArmChoice = Arm | str | MakeArm
+"""A search method (arm) that a script chooses: the arm, its name, or a function of (space, rng) that creates it."""
+
+
+def check_choices(choices: Sequence[ArmChoice]) -> None:
+    """Check that search methods (arms) that a script has chosen can be created.
+
+    Raises:
+        ConfigError: there is none, a name is unknown, or an element is neither an arm nor a name nor a function.
+    """
+    if not choices or isinstance(choices, str):
+        raise ConfigError(f"arms= must be a list of at least one search technique (arm), found {choices!r}")
+    known = [*OUR_ARMS, *FURTHER_ARMS, *third_party_arms()] if any(isinstance(one, str) for one in choices) else []
+    for one in choices:
+        if isinstance(one, str):
+            if one not in known:
+                raise ConfigError(f"arms= names the unknown search technique {one!r}; choose from {', '.join(known)}")
+        elif not (callable(one) or all(hasattr(one, part) for part in ("name", "ask", "tell"))):
+            raise ConfigError(
+                "an element of arms= must be a search technique (an object with name, ask and tell), the name of one, "
+                f"or a function of (space, rng) that creates one, found {one!r:.200}"
+            )
+
+
+def chosen_arms(choices: Sequence[ArmChoice], *, space: KnobSpace, rng: np.random.Generator) -> list[Arm]:
+    """Create the search methods (arms) that a script has chosen.
+
+    Args:
+        choices: arms, names of arms, and functions of (space, rng) that create arms.
+        space: permitted settings.
+        rng: random generator from which one generator for each arm is spawned.
+
+    Raises:
+        TuningError: an arm cannot be created.
+    """
+    arms: list[Arm] = []
+    for one, generator in zip(choices, rng.spawn(len(choices)), strict=True):
+        if isinstance(one, str):
+            arms.append(make_arm(one, space=space, rng=generator))
+        elif callable(one) and (isinstance(one, type) or not hasattr(one, "ask")):
+            arms.append(one(space, generator))
+        else:
+            arms.append(cast(Arm, one))
+    return arms
+
+
 def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
     """Create a search method (arm) by its name.
 
@@ -625,22 +671,17 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
         return ours[name](space, rng)
     loaders = third_party_arms()
     if name not in loaders:
-        raise TuningError(
-            f"Sirtaki's tuner has no search technique named {name!r}: choose one of {', '.join([*ours, *loaders])}"
-        )
+        raise TuningError(f"there is no search technique named {name!r}; choose one of {', '.join([*ours, *loaders])}")
     try:
         arm: object = loaders[name]()(space, rng)
     except Exception as err:  # third-party code may raise any exception
         raise TuningError(
-            f"the search technique {name!r}, which proposes settings to the tuner, cannot be used, because its plugin "
-            f"raised {err!r}: fix or uninstall the plugin"
+            f"the plugin of the search technique {name!r} raised {err!r}; fix or uninstall the plugin"
         ) from err
     missing = [part for part in ("name", "ask", "tell") if not hasattr(arm, part)]
     if not missing and not isinstance(arm.name, str):  # type: ignore[attr-defined]
         missing = ["name of type str"]
-    if missing:
-        raise TuningError(
-            f"the plugin for the search technique {name!r} must return an object with the attributes name (a str), ask "
-            f"and tell, but the object lacks {', '.join(missing)}"
-        )
+    found = f"no {' and no '.join(missing)}"
+    rule = "an object with the attributes name (a str), ask and tell"
+    require(not missing, f"the plugin of the search technique {name!r}", rule, found, TuningError)
     return cast(Arm, arm)

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sirtaki.errors import TuningError, in_a_line
+from sirtaki.errors import TuningError, in_a_line, require
+from sirtaki.measures import counted
 
 from ..arms.planners import Planner
 from ..arms.techniques import OUR_ARMS, CompressorArm, NcclArm, make_arm, third_party_arms
@@ -33,9 +34,9 @@ def window_for(budget_trials: int, n_arms: int) -> int:
 
 
 EXPLORATION = 0.2
-"""Weight, in the score of a search method (arm), of how rarely the method was used (the exploration term).
+"""Weight of the exploration term in the score of a search method (arm).
 
-It is AIACC's C, with AIACC's value.
+The exploration term is large for arms that were rarely used. The weight is AIACC's C, with AIACC's value.
 """
 
 
@@ -54,25 +55,17 @@ class AUCBandit:
     """
 
     def __init__(self, arms: Sequence[str], *, window: int) -> None:
-        if not arms or len(set(arms)) != len(arms):
-            raise TuningError(
-                "the bandit, which chooses between search methods (arms), must have at least one arm, and all arms "
-                f"must have distinct names, found the names {list(arms)}"
-            )
-        if window < 1:
-            raise TuningError(
-                "the argument window (number of recent trials by which the tuner scores its search methods) must be at "
-                f"least 1, found {window}"
-            )
+        require(arms and len(set(arms)) == len(arms), "arms", "at least one name, and no name twice", arms, TuningError)
+        require(window >= 1, "window", "at least 1", window, TuningError)
         self.arms = tuple(arms)
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def push(self, arm: str, *, was_best: bool) -> None:
-        """Add a use of a search method (arm) to the window of recent uses, and drop the oldest use if it is full.
+        """Add a use of a search method (arm) to the window of recent uses. A full window drops its oldest use.
 
         Args:
             arm: name of the arm.
-            was_best: whether the trial that the arm proposed was faster than all trials before it.
+            was_best: whether the proposed trial was faster than all trials before it, by more than the noise.
         """
         self._uses.append((arm, was_best))
 
@@ -120,6 +113,9 @@ _T = TypeVar("_T")
 SCREENED = 8
 """Number of settings that `BanditArm` gets from one search method, to run the one with the largest predicted gain."""
 
+MOST_PROPOSALS = 100
+"""Number of settings that `BanditArm` reads from the result of an arm's `ask`, which may be an endless generator."""
+
 LEAST_PROMISE = 0.001
 """Minimum expected gain for which a proposed setting is run, as a fraction of the communication time."""
 
@@ -131,6 +127,9 @@ class BanditArm:
     result of each trial is sent to all arms, and the arm named by `Trial.arm` gets the credit. Trials of the default or
     of the registry's settings give no credit. An arm that raises or returns an invalid answer is removed, because an
     error in a search method must not end a training job.
+
+    Proposals that were not run are kept, also those beyond the requested number. They are used, the oldest first, when
+    their arm has no new proposal.
 
     Args:
         arms: arms with distinct names, the most promising first.
@@ -164,6 +163,8 @@ class BanditArm:
         self._doubted, self._wider, self._where = doubted, wider, where
         self._trials: list[Trial] = []
         self._asked: set[str] = set()
+        self._unrun: dict[str, dict[Knobs, Proposal]] = {name: {} for name in self._arms}
+        self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Return up to `n` proposed settings.
@@ -187,6 +188,7 @@ class BanditArm:
             if trial.arm in self.bandit.arms:
                 self.bandit.push(trial.arm, was_best=trial.was_best)
         self._trials += trials
+        self._measured.update(trial.knobs for trial in trials)
         for name in list(self._arms):
             self._try(name, lambda arm: arm.tell(trials), None)
         if self._wider is not None and self._doubted is not None and self._doubted():
@@ -253,7 +255,12 @@ class BanditArm:
 
     def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
         self._asked.add(name)
-        return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
+        new: list[Proposal] = self._try(name, lambda arm: _proposals(arm.ask(n), name), [])
+        if name not in self._arms:
+            return []
+        unrun = self._unrun[name]
+        unrun.update({proposal.knobs: proposal for proposal in new if proposal.knobs not in unrun})
+        return (new or [one for one in unrun.values() if one.knobs not in self._measured])[:n]
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
         """Call a function with the search method (arm) of this name, and return the function's result.
@@ -266,40 +273,35 @@ class BanditArm:
         try:
             return call(self._arms[name])
         except Exception as err:
-            words = "the search technique %r failed after %d trials and is not used any more: %s"
-            logger.warning(words, name, len(self._trials), in_a_line(err, self._where()))
+            words = "the search technique %r failed after %s and is not used any more: %s"
+            logger.warning(words, name, counted(len(self._trials), "trial"), in_a_line(err, self._where()))
             logger.debug("the search technique %r raised an error; the traceback follows", name, exc_info=True)
             del self._arms[name]
             return otherwise
 
 
-def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
+def _proposals(answer: Sequence[Proposal], name: str) -> list[Proposal]:
     """Check the settings that a search method (arm) has proposed, and write the arm's name into each proposal.
 
     Raises:
         TuningError: one of the proposals is not valid.
     """
-    proposals = list(islice(answer, n))
+    proposals = list(islice(answer, MOST_PROPOSALS))
     for proposal in proposals:
-        if not (isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)):
-            raise TuningError(
-                f"ask() of the search technique {name!r} must return sirtaki.autotune.Proposal objects, each with a "
-                f"sirtaki.autotune.Knobs object as .knobs (setting to measure); ask() returned {proposal!r:.200}"
-            )
-        if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
-            raise TuningError(
-                f"the search technique {name!r} must propose a positive int or None as Proposal.iterations (number of "
-                f"training iterations of a trial), found {proposal.iterations!r:.80}"
-            )
+        valid = isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)
+        require(valid, f"ask() of the search technique {name!r}", "Proposals of Knobs", proposal, TuningError)
+        found = proposal.iterations
+        valid = found is None or (type(found) is int and found >= 1)
+        require(valid, f"Proposal.iterations of technique {name!r}", "a positive int or None", found, TuningError)
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
 def opinion(
     source: object, of: str, *arguments: object
 ) -> Any:  # Any, because each optional method has its own result type
-    """Call the method named `of` of a search method (arm) or a space of settings, and return its result.
+    """Call an optional method of a search method (arm) or of a space of settings, and return the method's result.
 
-    Return None if `source` has no such method, because the method is optional.
+    `of` is the name of the optional method. Return None if `source` does not have it.
     """
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
@@ -311,11 +313,8 @@ def _number(answer: float | None) -> float | None:
     Raises:
         TuningError: the estimate is not a number or None.
     """
-    if answer is not None and not (isinstance(answer, int | float) and not math.isnan(answer)):
-        raise TuningError(
-            "the methods expected_improvement() and expected_span_s() of a search technique must return None or a "
-            f"number other than NaN, found {answer!r:.80}"
-        )
+    valid = answer is None or (isinstance(answer, int | float) and not math.isnan(answer))
+    require(valid, "expected_improvement() or expected_span_s()", "a number or None", answer, TuningError)
     return answer
 
 
@@ -365,10 +364,7 @@ def default_arms(
             try:
                 arm = make_arm(name, space=space, rng=generator)
                 if any(arm.name == other.name for other in (*planners, *arms)):
-                    raise TuningError(
-                        f"two search techniques of Sirtaki's tuner have the name {arm.name!r}: rename or remove one "
-                        "of them"
-                    )
+                    raise TuningError(f"two search techniques have the name {arm.name!r}; rename or remove one of them")
             except Exception as err:
                 if names is not None:
                     raise

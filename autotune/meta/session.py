@@ -17,8 +17,8 @@ from typing import Generic
 
 import numpy as np
 
-from sirtaki.errors import TuningError
-from sirtaki.measures import Gain
+from sirtaki.errors import TuningError, require
+from sirtaki.measures import Gain, counted
 
 from ..paired import FEWEST_PAIRS, FEWEST_PAIRS_KNOWN, PairedComparison, Verdict, pairs_wanted
 from ..trial import Arm, Proposal, S, Space, Trial, TrialStatus
@@ -120,8 +120,8 @@ class SessionResult(Generic[S]):
 MOST_USED = 40  # number of a setting's latest measurements from which its communication time is estimated
 CLEAR = 2.0  # difference between two settings, in standard errors, from which it is significant
 PRIOR_NOISE = 0.05  # assumed noise of communication times, as a fraction, until this network's noise is measured
-_PRIOR_WEIGHT = 3  # number of repeated measurements that count as much as PRIOR_NOISE
-_OUTLIER = 2.5  # standard deviations to which larger differences between two measurements of a setting are clipped
+_PRIOR_WEIGHT = 3  # weight of PRIOR_NOISE in the estimate, as a number of repeated measurements
+_OUTLIER = 2.5  # limit to which differences between measurements of a setting are clipped, in standard deviations
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,7 +276,7 @@ class Ledger(Generic[S]):
 # ── what proves a gain ───────────────────────────────────────────────────────────────────────────────────────────────
 
 MOST_PAIRS = 24  # maximum number of measured pairs (default, candidate) in the final comparison
-MOST_PAIRS_OF_CHECK = 8  # the same for an earlier job's setting, which a search can still choose after the check
+MOST_PAIRS_OF_CHECK = 8  # maximum number of pairs in the check of an earlier job's setting. A search may follow
 ENOUGH_PAIRS = 8  # number of pairs reserved for comparing a compressed setting with the fastest lossless one
 
 OTHER_GAIN = 1.25  # ratio of this job's and the earlier job's gain, above which the network must have changed
@@ -339,15 +339,15 @@ REFINEMENT = 0.12  # fraction of the budget that is reserved for neighbours
 SHORT = 60  # budget in iterations below which neighbours are not tried, because the search itself needs all trials
 NOISY = 0.06  # measurement noise above which neighbours are not tried, because their times cannot be distinguished
 
-MAX_RETRIES = 8  # number of measured or invalid proposals in a row, after which a search method counts as exhausted
+MAX_RETRIES = 8  # number of successive invalid or known proposals after which a search method counts as exhausted
 FEW = 16  # number of distinct settings up to which the search tries all, as with a model of one or two units (buckets)
 
 PROMISING = 1.0  # a trial is stopped if its setting is slower than the best one by this many standard errors
 WORTHWHILE = 0.001  # expected improvement below which the search may end, as a fraction of the communication time
 
 # Finals: measure the fastest settings (finalists) again in rounds, each of which drops the slower half.
-INDIFFERENT = 0.001  # a finalist is dropped if choosing the best costs less than this fraction of the time on average
-DOUBTFUL = 0.1  # with a `least_gain`, a result is reported as doubtful if noise may hide a larger gain than this
+INDIFFERENT = 0.001  # a finalist is dropped if choosing the fastest instead loses at most this fraction of the time
+DOUBTFUL = 0.1  # with a `least_gain`, "no gain" is reported as doubtful if noise may hide a gain above this fraction
 HOPELESS = 3.0  # a setting slower than the fastest one by this many standard errors is not a finalist
 MAX_ROUNDS = 8  # maximum number of rounds of the finals
 
@@ -358,7 +358,7 @@ MORE_ITERATIONS = 12  # budget of the trials
 MORE_PROOF_ITERATIONS = 120  # maximum number of iterations of the comparison: both compared settings are fast
 MORE_PAIRS = 48  # maximum number of measured pairs in the comparison
 NEAR_FASTEST = 4  # number of the fastest settings whose neighbours are tried
-LEAST_SAVING = 20.0  # communication times of the fastest setting that a trial must be expected to save in the whole job
+LEAST_SAVING = 20.0  # time that more trials must be expected to save in the job, in communication times of an iteration
 
 
 def pair_iterations(n_pairs: int, discarded: int) -> int:
@@ -402,15 +402,23 @@ class TuningSession(Generic[S]):
         exact: result of an earlier run of this job, from the registry. Its setting is compared with the default before
             anything else. It is chosen if it is faster and if the comparison, together with the earlier gain, proves
             it. If the network has changed, a short search follows.
+        checks: whether `exact` is compared with the default. If not, it is chosen at once, and the session has ended.
         seeds: settings of similar jobs, which are the first proposals.
         given: the user's plan, which is proposed before all other settings. If `exact` is given, first its setting is
             compared with the default, then the plan.
-        history: `trials` of an earlier, unfinished session. Their iterations count against the budget.
+        history: `trials` of an earlier session. In a search, their iterations count against the budget. If `exact` is
+            chosen, they are used from the first `resume` on.
         identity: function that returns equal values for knobs that are the same setting, which is then measured only
             once.
         refine: whether to try settings that differ from the fastest one in one knob, after the arm's trials.
         retune: whether the job is already tuned and uses `default` when the session begins.
         least_gain: minimum gain over the default for a setting to be chosen, as a fraction of the communication time.
+        contrasts: settings that differ clearly from the default, if the default is probably the best. They are tried
+            first. If none of them is faster by more than the noise, the session ends with the default, without a proof.
+
+    Attributes:
+        left_alone: True if the session ended because no setting in `contrasts` was faster. It is never resumed then.
+        resumed: True if `resume` has continued the session, or if the constructor ended it (`checks` is False).
 
     Raises:
         TuningError: `discarded_iterations` is negative, or `measured_iterations` is below 1.
@@ -427,6 +435,7 @@ class TuningSession(Generic[S]):
         discarded_iterations: int = 1,
         measured_iterations: int = 2,
         exact: Remembered[S] | None = None,
+        checks: bool = True,
         seeds: Sequence[S] = (),
         given: S | None = None,
         history: Sequence[Trial[S]] = (),
@@ -434,12 +443,10 @@ class TuningSession(Generic[S]):
         refine: bool = True,
         retune: bool = False,
         least_gain: float = 0.0,
+        contrasts: Sequence[S] = (),
     ) -> None:
-        if discarded_iterations < 0 or measured_iterations < 1:
-            raise TuningError(
-                "a tuning trial must have measured_iterations of at least 1 and discarded_iterations of at least 0, "
-                f"found {measured_iterations} and {discarded_iterations}"
-            )
+        require(discarded_iterations >= 0, "discarded_iterations", "at least 0", discarded_iterations, TuningError)
+        require(measured_iterations >= 1, "measured_iterations", "at least 1", measured_iterations, TuningError)
         self._default, self._arm, self._rng, self._identity = default, arm, rng, identity
         self._iterations, self._spent = budget_iterations, 0
         self._for_proof = 0  # additional iterations for the final comparison; 0 before it begins
@@ -454,16 +461,20 @@ class TuningSession(Generic[S]):
         self._incumbent: Setting[S] | None = None  # last setting that was clearly faster than all before it
         self._running = default if retune else None
         self._default_name = "the setting that ran" if retune else "the default"
-        self._exact = exact
+        self._exact, self._checks = exact, checks
         self._space, self._given = space, given
         self._seeds = _seeds(seeds)
+        self._contrasts, self.left_alone = contrasts, False
         self._has_rejected = False
         # Only the latest trials of the history are used: a session cannot have more trials than iterations.
-        self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
+        of_default = [trial for trial in history[:-budget_iterations] if trial.knobs == default]
+        latest = (*of_default[-1:], *history[-budget_iterations:])
+        self._history = tuple(trial for trial in latest if self._accepts(trial.knobs))
         self._outcome: tuple[S, str, Gain | None] | None = None
         self._doubt = ""
+        self.resumed = not checks
         self._script = self._warm_up()
-        self._assignment = next(self._script)
+        self._advance()
 
     @property
     def assignment(self) -> Assignment[S]:
@@ -477,8 +488,11 @@ class TuningSession(Generic[S]):
 
     @property
     def trials(self) -> tuple[Trial[S], ...]:
-        """Return all finished trials in order, including the default's. A later session accepts them as `history`."""
-        return tuple(self._trials)
+        """Return all finished trials, including those of the default and of `history`.
+
+        A later session accepts them as its `history`.
+        """
+        return (*self._history, *self._trials)
 
     def record(self, spans_s: Sequence[float]) -> None:
         """Record the communication times measured with the setting in `assignment`, and choose the next setting.
@@ -491,25 +505,23 @@ class TuningSession(Generic[S]):
             TuningError: the session has ended, or `spans_s` is empty.
         """
         if self.done:
-            raise TuningError(
-                "the tuning session has ended and accepts no more measured times: call record() only while the "
-                "session's attribute done is False"
-            )
-        if not spans_s:
-            raise TuningError(
-                "record() must get at least one measured communication time: pass [math.inf] if the setting failed"
-            )
+            raise TuningError("record() was called after the tuning session had ended; call it only before the end")
+        require(spans_s, "spans_s", "at least one measured time (math.inf if the setting failed)", "none", TuningError)
         self._advance(spans_s)
 
-    def _advance(self, spans_s: Sequence[float]) -> None:
+    def _advance(self, spans_s: Sequence[float] | None = None) -> None:
+        """Run the script (generator of assignments) until its next assignment.
+
+        `spans_s` are the times measured with the previous assignment; None = start the script.
+        """
         try:
-            self._assignment = self._script.send(spans_s)
+            self._assignment = next(self._script) if spans_s is None else self._script.send(spans_s)
         except StopIteration:
             result = self.result
             self._assignment = Assignment(
                 knobs=result.knobs, discarded_iterations=0, measured_iterations=0, arm=result.arm, purpose=Purpose.KEPT
             )
-            logger.debug("the tuning session ended after %d iterations with the result: %s", self._spent, result.reason)
+            logger.debug("tuning ended after %d training iterations with the result: %s", self._spent, result.reason)
 
     @property
     def result(self) -> SessionResult[S]:
@@ -540,7 +552,9 @@ class TuningSession(Generic[S]):
         return self._iterations + proof_iterations(self._iterations, self._discarded)
 
     def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = ()) -> None:
-        """Start the search for which the session waits. The search uses the measurements made before it.
+        """Start the search. The session waits for this call while its `assignment` has the purpose SEARCH.
+
+        The search uses the measurements made before it.
 
         Args:
             arm: search method that proposes settings. It receives the results of all trials so far.
@@ -548,17 +562,14 @@ class TuningSession(Generic[S]):
             seeds: settings of similar jobs, which are the first proposals.
 
         Raises:
-            TuningError: the session does not wait: `assignment` has another purpose than SEARCH.
+            TuningError: the session does not wait for this call.
         """
-        if self._assignment.purpose is not Purpose.SEARCH:
-            raise TuningError(
-                "begin_search() must be called while the tuning session waits for a search method, that is, while "
-                f"session.assignment.purpose is {Purpose.SEARCH}; found {self._assignment.purpose}"
-            )
+        found = self._assignment.purpose
+        require(found is Purpose.SEARCH, "assignment.purpose in begin_search()", Purpose.SEARCH, found, TuningError)
         self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
         self._advance(())
 
-    def resume(self, iterations_left: int) -> bool:
+    def resume(self, iterations_left: int, make_arm: Callable[[], Arm[S]] | None = None) -> bool:
         """Continue the ended session if that pays: try more settings, and compare the fastest with the chosen one.
 
         The trials take `MORE_ITERATIONS` iterations, the comparison at most `MORE_PROOF_ITERATIONS` more. All
@@ -566,6 +577,8 @@ class TuningSession(Generic[S]):
 
         Args:
             iterations_left: number of training iterations that would profit from a faster setting.
+            make_arm: function that creates a search method (arm) if the session has none, because it has only checked
+                an earlier job's setting.
 
         Returns:
             True if the session continues. False if trials will probably cost more time than a faster setting saves.
@@ -573,37 +586,54 @@ class TuningSession(Generic[S]):
         Raises:
             TuningError: the session has not ended.
         """
+        if self.left_alone:
+            return False
         if not self.done or self._outcome is None:
-            raise TuningError("a tuning session can be resumed only after it has ended")
+            raise TuningError(
+                "this tuning session is still running; resume() continues a session only after it has ended"
+            )
+        if self._arm is None and make_arm is not None:
+            self._arm = make_arm()
+            self._arm.tell(self._trials)
+        self._add_history()
         expected = opinion(self._arm, "expected_improvement")
         if expected is not None and expected * iterations_left < LEAST_SAVING:
             return False
         chosen, _, gain = self._outcome
         self._script = self._try_more(chosen, gain, least_promise=LEAST_SAVING / max(iterations_left, 1))
-        self._assignment = next(self._script)
+        self._advance()
+        self.resumed = True
         return True
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _warm_up(self) -> _Script[S]:
+        if self._exact is not None and not self._checks:
+            self._running = self._exact.knobs
+            return self._end(self._exact.knobs, "it was chosen before a restart", self._exact.gain)
         if self._exact is not None and self._accepts(self._exact.knobs):
             confirmed = yield from self._check(self._exact)
             if confirmed and not self._link_has_changed(self._exact):
+                self._history = tuple(self._scaled(self._history))
                 return
+            self._history = ()  # drop the earlier trials, because the network has changed since then
             if confirmed:
+                self._iterations = min(self._iterations, self._spent + SHORT_SEARCH_ITERATIONS)
+                is_default = self._same(self._exact.knobs, self._default)
+                stored = "is the default" if is_default else "is still faster than the default"
                 logger.info(
-                    "the setting that the registry (results of earlier jobs) has for this job is still faster than the "
-                    "default, but network latency or bandwidth has changed: Sirtaki starts a short search from it"
+                    "the stored setting of this job %s, but the network's latency or bandwidth has changed; Sirtaki "
+                    "starts a short search of at most %d steps",
+                    stored,
+                    self.iterations_at_most - self._spent,
                 )
             else:
                 logger.info(
-                    "measurements no longer prove that the setting that the registry (results of earlier jobs) has for "
-                    "this job is faster than the default: Sirtaki starts a search"
+                    "the stored setting of this job is no longer measurably faster than the default; Sirtaki starts "
+                    "a new search"
                 )
             in_use = self._outcome[0] if self._outcome else self._default
             self._outcome = None
-            if confirmed:
-                self._iterations = min(self._iterations, self._spent + SHORT_SEARCH_ITERATIONS)
             yield Assignment(
                 knobs=in_use,
                 discarded_iterations=0,
@@ -616,7 +646,13 @@ class TuningSession(Generic[S]):
             self._since_best = 0
         else:
             yield from self._run_default()
-        self._add_history(self._history)
+            if not (
+                self._history or self._given or any(not self._same(one.knobs, self._default) for one in self._seeds)
+            ):
+                yield from self._try_contrasts()
+                if self.left_alone:
+                    return
+        self._add_history()
         search_end = yield from self._search()
         if self._reserved_for_refinement:
             yield from self._refine()
@@ -633,6 +669,24 @@ class TuningSession(Generic[S]):
                 return self._end(lossy, f"{lossy_verdict}; {search_end}", total_gain)
             self._doubt = doubt or (self._doubt if gain is None else "")
         return self._end(chosen, f"{verdict}; {search_end}", gain)
+
+    def _try_contrasts(self) -> _Script[S]:
+        """Run the settings in `contrasts`. End the session if none of them is clearly faster than the default."""
+        default, n_tried = self._setting(self._default), 0
+        for knobs in self._contrasts:
+            if self._remaining <= self._discarded:
+                return
+            if self._accepts(knobs) and self._ledger.find(knobs) is None:
+                yield from self._run_trial(Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="unlike the default"))
+                n_tried += 1
+                if default.failed or self._ledger.lead(self._setting(knobs), default) > CLEAR:
+                    return
+        if n_tried:
+            self.left_alone = True
+            self._end(
+                self._default,
+                f"none of {counted(n_tried, 'clearly different setting')} was faster, so the search ended early",
+            )
 
     def _try_more(self, chosen: S, gain: Gain | None, *, least_promise: float) -> _Script[S]:
         """Run more trials, and compare the fastest setting with the chosen one.
@@ -653,7 +707,8 @@ class TuningSession(Generic[S]):
             return
         if self._same(better, self._default):
             return self._end(better, verdict)
-        # Claim a gain over the default only after pairs of its own, because each of many comparisons may err.
+        # Claim a gain over the default only after a comparison with the default itself, because the more comparisons
+        # are made, the likelier one of them is wrong.
         self._for_proof += pair_iterations(MOST_PAIRS, self._discarded)
         pairs = yield from self._compare(better, arm=FINALS_ARM)
         _, claimed, _ = self._judge(better, pairs)
@@ -661,9 +716,9 @@ class TuningSession(Generic[S]):
             self._end(better, verdict, claimed or gain)
 
     def _promising(self, least_promise: float) -> Proposal[S] | None:
-        """Propose a setting from which the search method (arm) expects enough, half of the time near the fastest ones.
+        """Propose a setting with an expected gain of at least `least_promise`; None if there is no such setting.
 
-        None if there is no such setting.
+        Half of the time, propose a neighbour of one of the fastest settings if there is one with this gain.
         """
         if self._rng.random() < 0.5 and (proposal := self._promising_neighbour(least_promise)) is not None:
             return proposal
@@ -740,7 +795,10 @@ class TuningSession(Generic[S]):
         return bool(confirmed)
 
     def _link_has_changed(self, exact: Remembered[S]) -> bool:
-        """Return whether this job's measurements show that the network has changed since the earlier job (`exact`)."""
+        """Return whether this job's measurements show that the network has changed since the earlier job.
+
+        `exact` is the earlier job's result.
+        """
         best, default = self._setting(exact.knobs), self._setting(self._default)
         return exact.contradicted_by(best, default, noise=self._ledger.noise)
 
@@ -755,18 +813,18 @@ class TuningSession(Generic[S]):
         patience = max(8, self._iterations // (4 * self._trial_iterations))
         while True:
             if self._remaining - self._reserved_for_refinement < self._discarded + 1:
-                return f"budget of {self._iterations} steps used"
+                return f"the search has used its {counted(self._iterations, 'step')}"
             if self._since_best >= patience:
                 expected = opinion(self._arm, "expected_improvement")
                 if expected is not None and expected < WORTHWHILE:
-                    return f"no new best in {self._since_best} trials"
+                    return f"no new best in {counted(self._since_best, 'trial')}"
             proposal = self._next_proposal()
             if proposal is None:
                 return "nothing left to propose"
             yield from self._run_trial(proposal)
 
     def _refine(self) -> _Script[S]:
-        """Run trials of settings that differ from the fastest one in one knob, until none or no budget is left."""
+        """Run trials of settings that differ from the fastest one in one knob, until the settings or the budget end."""
         while self._remaining > self._discarded and (proposal := self._neighbour()) is not None:
             yield from self._run_trial(proposal)
 
@@ -856,10 +914,10 @@ class TuningSession(Generic[S]):
     # ── the final comparison ─────────────────────────────────────────────────────────────────────────────────────
 
     def _finalists(self, base: S, beaten: Sequence[S], *, lossy: bool) -> list[S]:
-        """Return the settings to measure again before the comparison with `base`, without those in `beaten`.
+        """Return the settings to measure again (finalists) before one of them is compared with `base`.
 
-        They are taken alternately from two rankings: by measured communication time, and by the search method's
-        estimate of it.
+        Settings in `beaten` are left out. The finalists are taken alternately from two rankings: by measured
+        communication time, and by the search method's estimate of the communication time.
         """
         ranked = [setting for setting in self._ledger.ranked() if self._is_lossy(setting.knobs) is lossy]
         rivals = [
@@ -959,7 +1017,7 @@ class TuningSession(Generic[S]):
         base = base or self._default
         if pairs is None or pairs.failed:
             return base, None, "could not be compared"
-        against = f"{base_name or self._default_name} in {pairs.n_pairs} paired rounds"
+        against = f"{base_name or self._default_name} in {counted(pairs.n_pairs, 'paired round')}"
         self._doubt = pairs.doubt
         if pairs.verdict is Verdict.FASTER:
             return knobs, pairs.pooled, f"beat {against}"
@@ -1045,7 +1103,7 @@ class TuningSession(Generic[S]):
         self._trials.append(trial)
         self._tell(trial)
         logger.debug(
-            "Sirtaki tried the setting %s, which the search method %s has proposed: communication takes %.4g ms per "
+            "the tuner measured the setting %s (proposed by the search method %s): communication takes %.4g ms per "
             "iteration%s",
             trial.knobs.describe(),
             trial.arm,
@@ -1057,28 +1115,36 @@ class TuningSession(Generic[S]):
         if self._arm is not None:
             self._arm.tell([trial])
 
-    def _add_history(self, history: Sequence[Trial[S]]) -> None:
-        """Add the trials of an earlier, unfinished session, and count their iterations against the budget.
+    def _scaled(self, history: Sequence[Trial[S]]) -> Iterator[Trial[S]]:
+        """Yield trials of an earlier session, with their times scaled to this session.
 
-        Their communication times are multiplied by the ratio of the default's time in this session to its time in the
-        earlier session.
+        The factor is the default's time in this session divided by the default's time in the earlier session. If the
+        default has not been measured in both sessions, yield the trials as they are.
         """
         before = [trial.span_s for trial in history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
         scale = scale if 0.0 < scale < math.inf else 1.0
+        for trial in history:
+            yield replace(trial, span_s=trial.span_s * scale, noise_s=trial.noise_s * scale)
+
+    def _add_history(self) -> None:
+        """Add the trials of an earlier session if not yet done, and count their iterations against the budget."""
+        history, self._history = tuple(self._scaled(self._history)), ()
+        if not history:
+            return
+        known = self._ledger.find(self._default) is not None
         # Keep the latest trial of each setting, because it includes the setting's earlier measurements.
         latest = {self._identity(trial.knobs): trial for trial in history}
         # The arm of a setting's first trial is the one that proposed the setting.
         proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(history)}
         for trial in history:
-            if self._same(trial.knobs, self._default):
+            if known and self._same(trial.knobs, self._default):
                 continue
-            scaled = replace(trial, span_s=trial.span_s * scale, noise_s=trial.noise_s * scale)
-            self._trials.append(scaled)
-            self._tell(scaled)
+            self._trials.append(trial)
+            self._tell(trial)
             identity = self._identity(trial.knobs)
             if trial is latest[identity]:
-                spans_s = [scaled.span_s] * max(1, min(trial.iterations, self._measured))
+                spans_s = [trial.span_s] * max(1, min(trial.iterations, self._measured))
                 self._ledger.add(trial.knobs, arm=proposers[identity], spans_s=spans_s, repeats=False)
                 self._spent += trial.iterations + self._discarded
         best = self._setting(self._best_so_far())
@@ -1092,7 +1158,7 @@ class TuningSession(Generic[S]):
         return self._ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
 
     def _estimated_s(self, knobs: S) -> float:
-        """Return the search method's estimate of a setting's communication time; the measured time without estimate."""
+        """Return the search method's estimate of a setting's communication time; if it has none, the measured time."""
         estimate = opinion(self._arm, "expected_span_s", knobs)
         return self._setting(knobs).span_s if estimate is None else estimate
 

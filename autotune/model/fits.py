@@ -16,8 +16,8 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from sirtaki.errors import TuningError
-from sirtaki.measures import LinkModel, ring_ratios
+from sirtaki.errors import TuningError, require
+from sirtaki.measures import LinkModel, counted, ring_ratios
 
 GAMMA_4 = 0.6  # the empirical value in LIBRA, below eq. (6); it is not fitted
 
@@ -38,11 +38,13 @@ class RateCurve:
     gamma_3: float
 
     def __post_init__(self) -> None:
-        if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
-            raise TuningError(
-                f"the all-reduce rate with n GPU threads, γ1 − γ2·exp(−γ3·n^{GAMMA_4}) bytes per second, must have "
-                f"γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}"
-            )
+        require(
+            self.gamma_1 > 0 and 0 <= self.gamma_2 <= self.gamma_1 and self.gamma_3 >= 0,
+            "RateCurve",
+            "gamma_1 > 0, 0 <= gamma_2 <= gamma_1 and gamma_3 >= 0",
+            self,
+            TuningError,
+        )
 
     def bytes_per_s(self, threads: int) -> float:
         """Return the transmission rate with this number of GPU threads, in gradient bytes per second (LIBRA eq. 6)."""
@@ -77,11 +79,8 @@ class ContentionModel:
     residual: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
-            raise TuningError(
-                "the model of how all-reduces slow down computation (speed with few GPU threads, loss per thread) must "
-                f"have 0 < α1 ≤ 1.2 and α2 ≥ 0, found α1 = {self.alpha_1} and α2 = {self.alpha_2}"
-            )
+        valid = 0 < self.alpha_1 <= 1.2 and self.alpha_2 >= 0
+        require(valid, "ContentionModel", "0 < alpha_1 <= 1.2 and alpha_2 >= 0", self, TuningError)
 
     def compute_speed(self, threads: float) -> float:
         """Return the compute speed during communication, as a fraction of the undisturbed speed (LIBRA eq. 5).
@@ -134,11 +133,8 @@ class LinkProbe:
 
     def __post_init__(self) -> None:
         positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
-        if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
-            raise TuningError(
-                "a network measurement must have positive, finite numbers of bytes, streams (parallel connections), "
-                f"rounds (repetitions) and seconds, found {self}"
-            )
+        valid = positive and math.isfinite(self.seconds) and self.seconds > 0
+        require(valid, "LinkProbe", "positive, finite numbers", self, TuningError)
 
     @property
     def round_s(self) -> float:
@@ -147,10 +143,23 @@ class LinkProbe:
 
 
 MAX_RESIDUAL = 0.25
-"""Maximum relative error (root mean square) of a model fitted to measurements. With a larger error, it is not used."""
+"""Maximum relative error (root mean square) of a fitted model. Models with a larger error are not used."""
 
 LEAST_BUSY = 0.02
-"""Minimum value of `LinkModel.busy`, the number of processors that a rank keeps busy during an all-reduce."""
+"""Lower limit of `LinkModel.busy`, the number of processors that a rank keeps busy during an all-reduce."""
+
+
+def check_residual(model: str, residual: float) -> None:
+    """Reject a fitted model whose predicted times differ too much from the measured times.
+
+    Raises:
+        TuningError: the relative error (root mean square) exceeds `MAX_RESIDUAL`.
+    """
+    if residual > MAX_RESIDUAL:
+        raise TuningError(
+            f"Sirtaki does not use {model}, because its predicted times differ from the measured times by "
+            f"{residual:.0%} (limit {MAX_RESIDUAL:.0%})"
+        )
 
 
 def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
@@ -172,26 +181,23 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     for probe in probes:
         groups[probe.streams, probe.unit_bytes].append(probe.round_s)
     rounds = [_Round(*shape, seconds=median(seconds)) for shape, seconds in sorted(groups.items())]
-    if (n_sizes := sum(one.streams == 1 for one in rounds)) < 2:
-        raise TuningError(
-            "estimating network latency and bandwidth needs measured all-reduces of at least two sizes on one stream "
-            f"(parallel connection), found {n_sizes} size(s): measure more sizes"
-        )
+    n_sizes = sum(one.streams == 1 for one in rounds)
+    found = counted(n_sizes, "size")
+    require(n_sizes >= 2, "probes", "all-reduces of at least 2 sizes on one stream", found, TuningError)
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
-    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equal fits, `min` takes the first
+    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equally good fits, the first and simplest one
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
-            f"Sirtaki cannot estimate the network bandwidth on {worst_count} stream(s) (parallel connections), because "
-            "larger messages did not take longer than smaller ones: measure larger messages"
+            f"on {counted(worst_count, 'stream')}, larger all-reduces did not take longer than smaller ones, so the "
+            "network bandwidth cannot be calculated; measure larger tensors"
         )
-    if fit.residual > MAX_RESIDUAL:
-        worst = max(rounds, key=lambda one: abs(fit.error(one)))
-        raise TuningError(
-            "Sirtaki discards its estimate of network latency and bandwidth, because predicted times differ from "
-            f"measured ones by {fit.residual:.0%} (limit {MAX_RESIDUAL:.0%}); the worst is {worst.seconds:.3g} s for "
-            f"{worst.unit_bytes} bytes on {worst.streams} stream(s) (parallel connections)"
-        )
+    worst = max(rounds, key=lambda one: abs(fit.error(one)))
+    check_residual(
+        f"the model of network latency and bandwidth (worst: {worst.seconds:.3g} s for {worst.unit_bytes} bytes on "
+        f"{counted(worst.streams, 'stream')})",
+        fit.residual,
+    )
     rates = {count: 1 / slope for count, slope in fit.s_per_byte.items()}
     return LinkModel(
         alpha_s=fit.alpha_s,
@@ -276,7 +282,10 @@ def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
 
 
 def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _RoundsFit:
-    """Fit a link's latency and bandwidth, if the processor limits the rounds in `on_host` and the link all others."""
+    """Fit a link's latency and bandwidth to measured all-reduces.
+
+    It is assumed that the processor limits the measurements in `on_host`, and that the link limits all others.
+    """
     counts = sorted({one.streams for one in rounds})
     rows = np.zeros((len(rounds), 2 + len(counts)))
     for row, one in zip(rows, rounds, strict=True):
@@ -383,11 +392,7 @@ def fit_contention(
         "transmission alone (q)": alone_residual,
     }
     worst = max(residuals, key=lambda name: residuals[name])
-    if residuals[worst] > MAX_RESIDUAL:
-        raise TuningError(
-            "Sirtaki discards its estimate of the mutual slowdown of computation and communication: the estimated "
-            f"speed of {worst} differs from the measured speed by {residuals[worst]:.0%} (limit {MAX_RESIDUAL:.0%})"
-        )
+    check_residual(f"the model of the speed of {worst}", residuals[worst])
     return ContentionModel(
         alpha_1=alpha_1,
         alpha_2=alpha_2,
@@ -399,20 +404,17 @@ def fit_contention(
 
 
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
-    if (n_counts := len({sample.threads for sample in samples})) < 2:
-        raise TuningError(
-            "estimating the mutual slowdown of computation and communication needs measured times of "
-            f"{kind} with at least two different numbers of GPU threads per all-reduce, found {n_counts}"
-        )
+    n_counts = len({sample.threads for sample in samples})
+    require(n_counts >= 2, f"samples of {kind}", "at least 2 different numbers of GPU threads", n_counts, TuningError)
     invalid = [sample.seconds for sample in samples if not (math.isfinite(sample.seconds) and sample.seconds > 0)]
-    if invalid:
-        raise TuningError(f"each measured time of {kind} must be positive and finite, found {invalid[0]} s")
+    require(not invalid, f"a measured time of {kind}", "a positive, finite number of seconds", invalid[:1], TuningError)
 
 
 def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, float]:
-    """Fit the compute speed as a function of communication threads, `b / g = α1 − α2 · r` (LIBRA eq. 5).
+    """Fit how much communication slows down computation, `b / g = α1 − α2 · r` (LIBRA eq. 5).
 
-    Return α1, α2 and the fit's relative error.
+    b / g is the duration of the computation alone, divided by its duration beside communication. r is the number of GPU
+    threads that communicate. Return α1, α2 and the fit's relative error.
     """
     speeds = np.array([sample.alone_s / sample.seconds for sample in samples])
     threads = np.array([float(sample.threads) for sample in samples])

@@ -16,12 +16,12 @@ import scipy
 from numpy.typing import NDArray
 
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, TransportKind
-from sirtaki.errors import PlanError, TuningError
+from sirtaki.errors import PlanError, TuningError, require
 from sirtaki.measures import LinkModel, ring_bytes
 
 from ..knobs import Knobs
 from ..trial import Trial, TrialStatus
-from .fits import MAX_RESIDUAL, ContentionModel, RateCurve, root_mean_square
+from .fits import ContentionModel, RateCurve, check_residual, root_mean_square
 from .replayer import SharedHost
 from .simulator import Profile, Simulator
 
@@ -35,9 +35,10 @@ class PlanningModel:
         profile: times at which gradients become ready.
         links: latency and bandwidth model of each measured route (transport and algorithm), at least one.
         contention: LIBRA's model of how computation and communication slow each other down, measured by probes. None if
-            they do not, or if it was not measured.
-        learnt: for each route, such a model fitted to training iterations. It has precedence over `contention`.
+            they do not slow each other down, or if this was not measured.
+        learnt: LIBRA's model fitted to training iterations, by route. It has precedence over `contention`.
         host: the host that all ranks share, if they communicate on the processors that compute; otherwise None.
+        ranks: number of ranks of the job. None if a log of an older release does not have it.
 
     Raises:
         TuningError: `profile` and `layout` do not match, or `links` is empty.
@@ -49,14 +50,11 @@ class PlanningModel:
     contention: ContentionModel | None = None
     learnt: Mapping[Route, ContentionModel] = field(default_factory=dict)
     host: SharedHost | None = None
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         self.profile.check_fits(self.layout)
-        if not self.links:
-            raise TuningError(
-                "the estimated communication costs of a job must include network latency and bandwidth for at least "
-                "one route (transport and algorithm), found none: measure a route"
-            )
+        require(self.links, "links", "latency and bandwidth of at least one transport", "none", TuningError)
 
     def simulator(self, route: Route) -> Simulator:
         """Create a simulator of the job's training iteration on a route (transport and algorithm)."""
@@ -142,6 +140,7 @@ class PlanningModel:
             ],
             "contention": None if self.contention is None else asdict(self.contention),
             "host": None if self.host is None else asdict(self.host),
+            "ranks": self.ranks,
         }
 
     @classmethod
@@ -164,24 +163,23 @@ class PlanningModel:
                 learnt={route: one for route, one in zip(routes, learnt, strict=True) if one is not None},
                 contention=msgspec.convert(data.get("contention"), ContentionModel | None),
                 host=msgspec.convert(data.get("host"), SharedHost | None),
+                ranks=msgspec.convert(data.get("ranks"), int | None),
             )
         except (KeyError, TypeError, ValueError) as err:
-            raise TuningError(
-                "the JSON data are not a valid estimate of a job's communication costs (gradient sizes and times, "
-                f"network latency and bandwidth), because a field is missing or invalid: {err!r}"
-            ) from err
+            raise TuningError(f"the stored measurements of gradients and all-reduces are damaged: {err!r}") from err
 
 
 BENEFIT_OF_THE_DOUBT = 0.05
 """Weight of the initial trust in a model of communication times, before there are trials.
 
-It counts as much as one pair of settings whose times differ by 5 %, and of which the model predicts the faster one.
+In `Forecast.agreement`, it counts as one pair of settings whose times differ by 5 %, and whose order the model predicts
+correctly.
 """
 
 LARGEST_WEIGHT = 0.5
 """Maximum weight of a pair of settings in `Forecast.agreement`, as a relative difference of their measured times.
 
-It is limited, because it does not matter by how much a much slower setting is slower.
+Without a limit, pairs with a very slow setting would outweigh all other pairs.
 """
 
 BELIEVED = 0.4
@@ -326,22 +324,16 @@ class Cluster:
     crowding: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.ranks < 2:
-            raise TuningError(
-                f"the description of the cluster {self.name!r} must have at least two ranks, found {self.ranks}"
-            )
-        if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
-            raise TuningError(
-                f"the description of the cluster {self.name!r} must have hop_s ≥ 0 (latency) and "
-                "0 < flow_bytes_per_s ≤ link_bytes_per_s (rates of one connection and of the whole link), found "
-                f"hop_s = {self.hop_s}, flow_bytes_per_s = {self.flow_bytes_per_s} and "
-                f"link_bytes_per_s = {self.link_bytes_per_s}"
-            )
-        if not 0 <= self.crowding < 1:
-            raise TuningError(
-                f"crowding in the description of the cluster {self.name!r} must be at least 0 and below 1, found "
-                f"{self.crowding}: crowding is the fraction of throughput lost per extra connection on a saturated link"
-            )
+        require(
+            self.ranks >= 2
+            and self.hop_s >= 0
+            and 0 < self.flow_bytes_per_s <= self.link_bytes_per_s
+            and 0 <= self.crowding < 1,
+            f"cluster {self.name!r}",
+            "ranks >= 2, hop_s >= 0, 0 < flow_bytes_per_s <= link_bytes_per_s and 0 <= crowding < 1",
+            self,
+            TuningError,
+        )
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
         """Return the latency and bandwidth model of a ring all-reduce on the cluster (LIBRA eq. 4).
@@ -364,7 +356,7 @@ class Cluster:
 logger = logging.getLogger(__name__)
 
 FEWEST_TRIALS = 5
-"""Minimum number of trials on a route (transport and algorithm) for correcting the route's model by them."""
+"""Minimum number of trials on a route (transport and algorithm) from which the route's model is corrected."""
 
 TOLERANCE = 0.1
 """Relative error of predicted communication times up to which a model is not corrected by trials."""
@@ -376,9 +368,10 @@ If there are more trials, those whose settings have the fewest units (buckets) a
 """
 
 REGULARISATION = 0.03
-"""Cost of changing a model's parameter when it is fitted to trials, so that undetermined parameters keep their values.
+"""Penalty for changing a parameter of a model that is fitted to trials (regularisation).
 
-A change by a factor of e costs as much as this relative error of a predicted communication time.
+Without a penalty, parameters that the trials do not determine would get arbitrary values. A change by a factor of e
+counts as much as a relative error of this size in one predicted communication time.
 """
 
 _SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
@@ -428,11 +421,7 @@ def calibrate_link(
         **_SEARCH,
     )
     residual = root_mean_square(fit.fun[: len(plans)])
-    if residual > MAX_RESIDUAL:
-        raise TuningError(
-            "communication times predicted with a corrected network latency and bandwidth still differ from the "
-            f"measured ones by {residual:.0%} (limit {MAX_RESIDUAL:.0%}): Sirtaki discards the correction"
-        )
+    check_residual("the corrected model of network latency and bandwidth", residual)
     best = corrected(fit.x)
     return replace(best, residual=residual)
 
@@ -456,8 +445,8 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
                 fitted = fit(model, route, usable)
             except TuningError as err:
                 logger.debug(
-                    "Sirtaki keeps its estimated communication costs for the transport %s, because the tuning trials "
-                    "did not give better ones: %s",
+                    "Sirtaki keeps its model of network latency and bandwidth for the transport %s, because the "
+                    "tuning trials did not give a better one: %s",
                     route[0].value,
                     err,
                 )
@@ -499,7 +488,7 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
 
 # Constants of fitting how computation and communication slow each other down (`_with_contention_fitted`).
 LEAST_ERROR = 0.02  # the simulator's times are assumed to have at least this relative error
-CONFIDENCE = 0.99  # required confidence that the fitted model is better than the unchanged one not only by noise
+CONFIDENCE = 0.99  # required confidence that the fitted model's lead over the unchanged model is not just noise
 MOST_SLOWED = 0.95  # communication with the most GPU threads slows computation by at most this fraction of its speed
 
 
@@ -529,18 +518,14 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     base = model.contention_on(route)
     if base is None:
         raise TuningError(
-            "Sirtaki has no measurement of the mutual slowdown of computation and communication, and cannot estimate "
-            "this slowdown from communication times alone, because a slow network gives the same times"
+            "this job has no measurement of how much communication slows down computation, and communication times "
+            "alone do not show it"
         )
     times_s: dict[Knobs, list[float]] = {}
     for trial in trials:
         if trial.knobs.route == route and math.isfinite(trial.span_s):
             times_s.setdefault(trial.knobs, []).append(trial.span_s)
-    if len(times_s) < 3:
-        raise TuningError(
-            "estimating the mutual slowdown of computation and communication needs measurements of at least 3 "
-            f"communication settings, found {len(times_s)}: let tuning try more settings"
-        )
+    require(len(times_s) >= 3, "trials", "measured times of at least 3 settings", len(times_s), TuningError)
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
     measured = np.log(np.maximum([median(each) for each in times_s.values()], 1e-9))  # (n_settings,)
@@ -570,20 +555,16 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     start = np.array([0.05, -0.05, 0.0])
     learnt = scipy.optimize.least_squares(errors, x0=np.clip(start, low, high), bounds=(low, high), **_SEARCH).x
     before, after = errors_of(np.zeros(3)), errors_of(learnt)
-    if (residual := root_mean_square(after)) > MAX_RESIDUAL:
-        raise TuningError(
-            "Sirtaki rejects the fitted model of the mutual slowdown of computation and communication: simulated "
-            f"communication times differ from the measured ones by {residual:.0%}, more than the limit of "
-            f"{MAX_RESIDUAL:.0%}"
-        )
+    residual = root_mean_square(after)
+    check_residual("the model of how computation and communication slow each other down", residual)
     # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model
     # may be noise. The simulator's minimum error counts as noise.
     freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
         raise TuningError(
-            f"measurements of {len(plans)} communication settings are too few or too noisy to show the mutual slowdown "
-            "of computation and communication: Sirtaki keeps its earlier estimate"
+            f"the measured times of {len(plans)} settings agree with the estimate of how much communication slows down "
+            "computation, so the estimate stays"
         )
     found = corrected(learnt)
     return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})
@@ -601,10 +582,6 @@ def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[Com
     """
     usable = [t for t in trials if t.status is not TrialStatus.FAILED and math.isfinite(t.span_s) and t.span_s > 0]
     pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
-    if len(pairs) < 4:
-        raise TuningError(
-            "correcting the estimated network latency and bandwidth needs at least 4 successful tuning trials, found "
-            f"{len(pairs)}: let tuning try more settings"
-        )
+    require(len(pairs) >= 4, "trials", "at least 4 successful tuning trials", len(pairs), TuningError)
     pairs = pairs[:MAX_PLANS]
     return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

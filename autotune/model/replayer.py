@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 
-from sirtaki.errors import ReplayError, TuningError
+from sirtaki.errors import ReplayError, TuningError, require
 
 
 class Phase(Enum):
@@ -36,7 +36,8 @@ ALL_RANKS = -1
 """Value of `ReplayNode.rank` for a collective operation, which all ranks run."""
 
 NEVER = -1
-"""Value of `ResourceDemand.relieved_by` for work that the end of another node does not shorten."""
+"""Value of `ResourceDemand.relieved_by` for work that no other node relieves: it does not become shorter when another
+node ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,8 @@ class SharedResource:
     speed: Callable[[float], float] | None = None
 
     def __post_init__(self) -> None:
-        if not self.totals or not all(math.isfinite(total) and total > 0 for total in self.totals):
-            raise ReplayError(
-                f"the simulated network link or processors {self.name!r} must have a positive, finite throughput for "
-                f"each number of simultaneous operations, found {self.totals}"
-            )
+        valid = self.totals and all(math.isfinite(total) and total > 0 for total in self.totals)
+        require(valid, f"totals of {self.name!r}", "positive, finite throughputs", self.totals, ReplayError)
 
     def share(self, jobs: float) -> float:
         """Return the speed of each of `jobs` concurrent uses (jobs) of the resource, relative to a single one.
@@ -88,8 +86,8 @@ class ResourceDemand:
     Attributes:
         server: index of the resource in `ReplayGraph.servers`.
         seconds: time of the work if no other node uses the resource.
-        jobs: number of concurrent jobs, of `seconds` each, as which the work counts. Work that keeps a processor busy
-            for a fraction of the time counts as that fraction of a job.
+        jobs: number of concurrent jobs for which the work stands. Each takes `seconds`. Work that keeps a processor
+            busy for a fraction of the time counts as that fraction of a job.
         relieved_by: index of the node whose end shortens the remaining work; `NEVER` = no such node.
         relief: factor by which the remaining work is multiplied when the node `relieved_by` ends.
     """
@@ -180,33 +178,25 @@ class ReplayGraph:
     def __post_init__(self) -> None:
         count = len(self.nodes)
         for node in self.nodes:
-            works = node.works
-            if not 0 <= node.lane < len(self.lanes):
-                raise ReplayError(
-                    f"the graph to simulate is invalid: the operation {node.name!r} must run on a queue whose index is "
-                    f"at least 0 and below {len(self.lanes)} (number of queues), found the index {node.lane}"
+            if not (
+                0 <= node.lane < len(self.lanes)
+                and 0 <= node.fixed_s < math.inf
+                and all(
+                    0 <= work.seconds < math.inf and 0 <= work.server < len(self.servers) and work.jobs > 0
+                    for work in node.works
                 )
-            if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
-                raise ReplayError(
-                    f"the times of the simulated operation {node.name!r} must be finite and at least 0 s, found {node}"
-                )
-            if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
-                raise ReplayError(
-                    f"the graph to simulate is invalid: operation {node.name!r} must use links or processors with "
-                    f"indices from 0 to {len(self.servers) - 1} (attribute server) and a positive number of concurrent "
-                    f"uses (attribute jobs), found {works}"
-                )
+            ):
+                raise ReplayError(f"internal error of Sirtaki: simulated operation {node} is invalid; please report it")
         for before, after, gap_s in self.edges:
             if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):
                 raise ReplayError(
-                    f"the graph to simulate is invalid: operation {after} depends on operation {before} with a delay "
-                    f"of {gap_s} s; the operations' numbers must differ and be from 0 to {count - 1}, and the delay "
-                    "must be finite and at least 0 s"
+                    f"internal error of Sirtaki: the simulated operation {after} has an invalid dependency on "
+                    f"operation {before} (delay {gap_s} s); please report it"
                 )
 
 
 _ROUNDING = 1e-12
-"""Relative tolerance of simulated times. Uses of a resource whose end times differ by less end at the same time."""
+"""Relative tolerance of simulated times. Uses of a resource end at the same time if their end times differ by less."""
 
 
 class FairShare:
@@ -223,7 +213,8 @@ class FairShare:
 
     def __init__(self, server: SharedResource) -> None:
         self._server = server
-        self._ends: list[tuple[float, int, float]] = []  # heap of (clock at the job's end, job, number of jobs)
+        # Heap of (clock at the job's end, job, number of concurrent jobs as which it counts).
+        self._ends: list[tuple[float, int, float]] = []
         self._jobs, self._load, self._share = 0.0, 0.0, 1.0
         self._at_s = self._clock = 0.0
         self.next_s = math.inf
@@ -236,7 +227,7 @@ class FairShare:
         self._update()
 
     def pop_ended(self, now_s: float) -> list[int]:
-        """Remove the jobs (uses of the resource) that have ended by `now_s`, and return their numbers."""
+        """Remove the jobs (uses of the resource) that have ended by `now_s`, and return their ids."""
         self._advance(now_s)
         ended, ends = [], self._ends
         limit = self._clock + _ROUNDING * max(1.0, now_s)
@@ -254,7 +245,7 @@ class FairShare:
         self._update()
 
     def scale_remaining(self, now_s: float, factors: Mapping[int, float]) -> None:
-        """Multiply the remaining work of jobs (uses of the resource) by factors, {job: factor}."""
+        """Multiply the remaining work of jobs (uses of the resource) by `factors`, {job id: factor of the job}."""
         self._advance(now_s)
         clock = self._clock
         self._ends = [(clock + (end - clock) * factors.get(job, 1.0), job, count) for end, job, count in self._ends]
@@ -295,11 +286,8 @@ class SharedHost:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.ranks >= 1 and self.processors > 0 and self.threads >= 1):
-            raise TuningError(
-                "a simulated host must have positive numbers of ranks, processors (CPU cores) and threads per rank, "
-                f"found {self}"
-            )
+        valid = self.ranks >= 1 and self.processors > 0 and self.threads >= 1
+        require(valid, "SharedHost", "positive numbers", self, TuningError)
 
     @property
     def server(self) -> SharedResource:
@@ -319,11 +307,15 @@ class SharedHost:
         return ResourceDemand(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
 
     def unit(self, server: int, seconds: float, busy: float) -> ResourceDemand:
-        """Return the processors' work for the all-reduce of a unit (bucket) that takes `seconds` alone.
+        """Return how much an all-reduce of a unit (bucket) uses the processors.
 
-        It keeps `busy` processors of each rank busy.
+        Args:
+            server: number of the processors among the shared resources.
+            seconds: duration of the all-reduce while nothing else runs.
+            busy: processors of each rank that it keeps busy.
         """
-        # If ranks keep more processors busy than the host has, the measured `seconds` already include the slow-down.
+        # Multiply by `share` to remove a slow-down that is part of the measured `seconds`: that by the ranks' own
+        # communication, if it keeps more processors busy than the host has.
         jobs = self.ranks * busy
         return ResourceDemand(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
 
@@ -370,9 +362,8 @@ def replay(graph: ReplayGraph) -> Replay:
     if run.n_pending:
         waiting = next(index for index, end_s in enumerate(run.end_s) if end_s < 0)
         raise ReplayError(
-            "the simulation of the recorded training iterations cannot run "
-            f"{run.n_pending} of {len(graph.nodes)} operations, because their dependencies have a cycle (they wait for "
-            f"each other); one of these operations is {graph.nodes[waiting]}"
+            f"internal error of Sirtaki: {run.n_pending} of {len(graph.nodes)} simulated operations cannot start, "
+            f"because their dependencies have a cycle, such as {graph.nodes[waiting]}; please report it"
         )
     return Replay(
         graph=graph,
@@ -421,7 +412,7 @@ class _Run:
                 self._enqueue(now_s, index)
             elif kind == _FIXED:
                 self._serve(now_s, index)
-            # End the jobs of a shared resource, unless they have changed since this event was created.
+            # Skip an outdated event: a later change of the resource's jobs or load has delayed the end of its next job.
             elif self._servers[index].next_s <= now_s:
                 self._end_works(now_s, index)
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
 from sirtaki.comm.plan import CommPlan, GradientLayout, TransportKind, Unit
-from sirtaki.errors import TuningError
+from sirtaki.errors import TuningError, require
 from sirtaki.measures import LinkModel
 
 from ..knobs import Cut, Knobs
@@ -49,22 +49,12 @@ class Profile:
     forward_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.ready_s:
-            raise TuningError(
-                "the measured times (profile) of a training iteration must have at least one gradient, found none: "
-                "measure a model with parameters that require gradients"
-            )
-        if not all(math.isfinite(time_s) and time_s >= 0 for time_s in (*self.ready_s, self.compute_s, self.forward_s)):
-            raise TuningError(
-                "the measured times (profile) of a training iteration must be finite and at least 0 s, found: first "
-                f"gradient ready at {min(self.ready_s)} s, last gradient ready at {max(self.ready_s)} s, backward pass "
-                f"of {self.compute_s} s, forward pass of {self.forward_s} s"
-            )
-        if max(self.ready_s) > self.compute_s:
-            raise TuningError(
-                "in the measured times (profile) of a training iteration, all gradients must be ready before the "
-                f"backward pass ends at {self.compute_s} s, found a gradient that is ready at {max(self.ready_s)} s"
-            )
+        require(self.ready_s, "ready_s", "the times of at least one gradient", "none", TuningError)
+        finite = all(
+            math.isfinite(time_s) and time_s >= 0 for time_s in (*self.ready_s, self.compute_s, self.forward_s)
+        )
+        rule = "finite times of at least 0 s, with all gradients ready before the end of the backward pass (compute_s)"
+        require(finite and max(self.ready_s) <= self.compute_s, "Profile", rule, self, TuningError)
 
     @classmethod
     def from_durations(cls, durations_s: Sequence[float], *, forward_s: float = 0.0) -> Profile:
@@ -77,11 +67,8 @@ class Profile:
         Raises:
             TuningError: a duration is negative or not finite, or there is no gradient.
         """
-        if not all(math.isfinite(duration_s) and duration_s >= 0 for duration_s in durations_s):
-            raise TuningError(
-                "the computation times of gradients (durations_s) must be finite and at least 0 s, found a minimum of "
-                f"{min(durations_s)} s and a maximum of {max(durations_s)} s"
-            )
+        valid = all(math.isfinite(duration_s) and duration_s >= 0 for duration_s in durations_s)
+        require(valid, "durations_s", "finite times of at least 0 s", durations_s, TuningError)
         ready_s = tuple(accumulate(durations_s))
         return cls(ready_s=ready_s, compute_s=ready_s[-1] if ready_s else 0.0, forward_s=forward_s)
 
@@ -101,9 +88,10 @@ class Profile:
 
     @property
     def durations_s(self) -> tuple[float, ...]:
-        """Return the differences between successive times in `issuable_s`, `(n_gradients,)` (LIBRA's b_i).
+        """Return the computation time before each gradient, `(n_gradients,)` (LIBRA's b_i). The sum is `compute_s`.
 
-        The last entry includes the computation after the last gradient, so that the sum is `compute_s`.
+        Gradients are in the order in which they may be sent. The last entry includes the computation after the last
+        gradient.
         """
         issuable_s = self.issuable_s
         steps = [after - before for before, after in zip((0.0, *issuable_s[:-1]), issuable_s, strict=True)]
@@ -118,7 +106,7 @@ class Profile:
         """
         if len(self.ready_s) != len(layout.sizes):
             raise TuningError(
-                f"the profile of a training iteration has the times of {len(self.ready_s)} gradients, but the job has "
+                f"the measured times (profile) are for {len(self.ready_s)} gradients, but this job has "
                 f"{len(layout.sizes)} gradients; pass a profile that was measured on this job"
             )
 
@@ -230,13 +218,13 @@ class Simulator:
         self.issuable_s = profile.issuable_s
 
     def run_knobs(self, knobs: Knobs) -> SimulatedIteration:
-        """Simulate a training iteration with the division of gradients into units (buckets) of these knobs."""
+        """Simulate a training iteration in which these knobs divide the gradients into units (buckets)."""
         return self.run(knobs.to_plan(self.layout))
 
     def run_cuts(self, cuts: Sequence[Cut]) -> SimulatedIteration:
         """Simulate an iteration with these units (buckets), on as many streams as the units use."""
         streams = 1 + max((cut.stream for cut in cuts), default=0)
-        transport = TransportKind.GLOO  # any transport gives the same times, which depend only on the link model
+        transport = TransportKind.GLOO  # an arbitrary transport, because the times depend only on the link model
         return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
     def run(self, plan: CommPlan) -> SimulatedIteration:
@@ -247,8 +235,8 @@ class Simulator:
         """
         if plan.numel != self.layout.numel:
             raise TuningError(
-                f"the communication plan (division of gradients into buckets) is for {plan.numel} gradient elements, "
-                f"but the simulated job has {self.layout.numel}; pass a plan that was made for this job"
+                f"the communication plan is for {plan.numel} gradient elements, but this job has "
+                f"{self.layout.numel}; pass a plan that was made for this job"
             )
         simulated = replay(self._graph(plan))
         n_pieces = len(simulated.graph.nodes) - len(plan.units)
@@ -327,7 +315,7 @@ class Simulator:
 
 
 ITERATIONS = 5
-"""Number of iterations that `deferred_iteration_s` simulates, of which it averages the last two."""
+"""Number of iterations that `deferred_iteration_s` simulates. It returns the mean time of the last two."""
 
 
 def deferred_iteration_s(

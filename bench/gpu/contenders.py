@@ -63,6 +63,18 @@ class GpuDdp(OneRank):
         self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
 
+class AloneOptimizer(OneRank):
+    """`hvd.DistributedOptimizer` as in a job with one rank."""
+
+    def __init__(self, place: Place, made: GpuModel) -> None:
+        """Wrap the optimizer. Collective."""
+        import sirtaki.torch as hvd
+
+        super().__init__(place, made)
+        hvd.init()
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+
+
 class Optimizer(OneRank):
     """`hvd.DistributedOptimizer`."""
 
@@ -102,7 +114,13 @@ class Optimizer(OneRank):
 
 
 class GpuAttached(GpuDdp):
-    """DistributedDataParallel with `sirtaki.torch.ddp.attach`."""
+    """DistributedDataParallel with `sirtaki.torch.ddp.attach`.
+
+    Attributes:
+        freed_bytes: memory of DDP's buckets, which attaching has freed.
+    """
+
+    freed_bytes = 0
 
     def __init__(self, place: Place, made: GpuModel) -> None:
         """Wrap the model and attach. Collective."""
@@ -119,7 +137,9 @@ class GpuAttached(GpuDdp):
             options = ReducerOptions(reduction=Reduction(), unused_as_none=True)
             named = list(self.model.named_parameters())
             self._gradients = ddp.DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+            before = place.allocated_bytes()
             ddp.install(model, self._gradients)
+            self.freed_bytes = before - place.allocated_bytes()
 
     def close(self) -> None:
         """See `OneRank`. Collective."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import Device
@@ -209,6 +210,16 @@ class Place:
             work()
             time.sleep(0.3)  # so that Sirtaki's watchdog and threads run during the capture
         return graph.replay
+
+    def graphed(self, module: nn.Module, sample: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Capture the forward and the backward pass of `module`, each as a CUDA graph."""
+        found: Callable[[torch.Tensor], torch.Tensor] = torch.cuda.make_graphed_callables(module, (sample,))
+        return found
+
+    def compiled(self, module: nn.Module, sample: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Compile `module` to CUDA graphs, like `torch.compile(mode="reduce-overhead")`, but without Triton."""
+        found: Callable[[torch.Tensor], torch.Tensor] = torch.compile(module, backend="cudagraphs")
+        return found
 
 
 def open_place(logs: Path, *, dry: bool) -> Place:

@@ -201,7 +201,7 @@ PARTS = (
     BenchPart(name="memory", limit_s=20, env=UNTUNED),
     # Without MPS, because its server may die when a client is killed.
     BenchPart(name="failures", limit_s=20, ranks=2, env=NCCL | UNTUNED, judged=True),
-    BenchPart(name="eager", limit_s=20, ranks=2, mps=True),
+    BenchPart(name="eager", limit_s=20, ranks=2, mps=True, env=NCCL),
 )
 """All parts in the order in which they run. Their limits add up to 330 s."""
 

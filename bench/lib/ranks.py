@@ -6,11 +6,8 @@ rank runs `on_rank`, where contenders alternate by `in_turns`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
-import socket
 import subprocess
 import sys
 import time
@@ -206,33 +203,14 @@ def slowest(samples: Mapping[str, list[float]], comm: MPI.Comm) -> dict[str, lis
     return {name: [max(ranks) for ranks in zip(*(one[name] for one in gathered), strict=True)] for name in samples}
 
 
-def payload_bytes_per_s(comm: MPI.Comm, *, flows: int = 16, duration_s: float = 2.0) -> float:
+def payload_bytes_per_s(comm: MPI.Comm, *, flows: int = 16, duration_s: float = 1.5) -> float:
     """Return the payload rate of a link, without headers, on the slowest rank. Collective.
 
-    Every rank sends to the next one over many connections, as a ring all-reduce does, and counts received bytes
-    after a quarter of the time.
+    Every rank sends to the next one over many connections, as a ring all-reduce does.
     """
-    listener = socket.create_server(("0.0.0.0", 0), backlog=flows)
-    addresses = comm.allgather((socket.gethostbyname(socket.gethostname()), listener.getsockname()[1]))
-    senders = [socket.create_connection(addresses[(comm.rank + 1) % comm.size]) for _ in range(flows)]
-    receivers = [listener.accept()[0] for _ in range(flows)]
-    for one in (*senders, *receivers):
-        one.setblocking(False)
-    chunk, received = bytes(1 << 16), 0
-    comm.Barrier()
-    begin_s = time.perf_counter()
-    counting_from_s, counting_from = begin_s, 0
-    while (now_s := time.perf_counter()) < begin_s + duration_s:
-        if counting_from_s == begin_s and now_s > begin_s + duration_s / 4:
-            counting_from_s, counting_from = now_s, received
-        readable, writable, _ = select.select(receivers, senders, [], 0.1)
-        for one in readable:
-            received += len(one.recv(1 << 18))
-        for one in writable:
-            with contextlib.suppress(BlockingIOError):
-                one.send(chunk)
-    rate = (received - counting_from) / (now_s - counting_from_s)
-    comm.Barrier()
-    for one in (listener, *senders, *receivers):
-        one.close()
-    return float(min(comm.allgather(rate)))
+    from sirtaki.comm.flows import FlowRing
+
+    ring = FlowRing(rank=comm.rank, senders=range(comm.size), all_gather=comm.allgather)
+    samples = ring.measure(flows, duration_s=duration_s)
+    ring.close()
+    return min(one.bytes_per_s for one in samples)

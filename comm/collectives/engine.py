@@ -12,16 +12,22 @@ further communication. With many ranks, the messages are all-reduced (AND).
 
 The thread that waits for a result runs the rounds itself, so that no thread must be woken. If no thread waits, the
 engine's own thread runs them. It sleeps while no operation is pending.
+
+Operations on GPUs run over NCCL if, on all ranks, the training thread runs the round, and has launched the same units
+(buckets) of gradients (`on_gpu` gives the reason). Otherwise they run in host memory. The engine's thread lets them
+wait for `DEFERRED_S`, because the training thread usually waits for them soon.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -48,29 +54,63 @@ from sirtaki.comm.collectives.operations import (
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import FailureBoard, caused
 from sirtaki.comm.control.plane import ControlPlane, gather
-from sirtaki.comm.control.waiting import WAIT_SLICE_S, wait_for, wait_for_work
+from sirtaki.comm.control.waiting import WAIT_SLICE_S, start_thread, wait_for, wait_for_work
 from sirtaki.comm.control.watchdog import PendingWait, Watchdog
-from sirtaki.comm.device import cuda_device
+from sirtaki.comm.device import Event, cuda_device, nccl_owners
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.recorder import TracedOperation
 from sirtaki.comm.transports.contract import ThreadWork
 from sirtaki.errors import CommError, ConfigError, MismatchError
 from sirtaki.machine import free_in_forked_children
 
+if TYPE_CHECKING:
+    from sirtaki.comm.collectives.on_gpu import NcclRanks
+
+OpenNccl = Callable[[Ranks, int, str], "NcclRanks | None"]
+"""Function that opens an NCCL communicator for eager operations. Collective. None = NCCL cannot be used.
+
+Arguments are the ranks, the index of this rank's GPU, and a text that names the process set ("" = all ranks).
+"""
+
 
 class EagerWork(ThreadWork):
-    """An eager operation (a collective on the user's tensors) in flight."""
+    """An eager operation (a collective on the user's tensors) in flight.
+
+    Attributes:
+        deferred_until_s: `time.monotonic()` before which the engine's thread does not run the operation.
+        written: CUDA event recorded after the kernels that write the tensors, on the stream of the submitting thread.
+            None = no tensor is on a GPU.
+        device_index: index of the GPU of the tensors.
+        computed: CUDA event recorded after the kernels that write the results. None = no wait is needed.
+    """
 
     def __init__(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.signature, self.tensors = signature, tensors
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
-        # CUDA event, recorded on the submitting thread's stream behind the kernels that write the tensors.
+        self.deferred_until_s = 0.0
         self.written: torch.cuda.Event | None = None
-        if signature.device == "cuda":
+        self.computed: Event | None = None
+        on_gpu = None if signature.device == "cpu" else next((tensor for tensor in tensors if tensor.is_cuda), None)
+        if on_gpu is not None:
+            device = on_gpu.device
+            self.device_index = device.index
             self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-            self.written.record(torch.cuda.current_stream(tensors[0].device))
+            self.written.record(torch.cuda.current_stream(device))
+
+    def is_computed(self) -> bool:
+        """Return whether the operation has ended, with or without an error, on the GPU, too. Non-blocking."""
+        return self.is_done() and (self.computed is None or bool(self.computed.query()))
+
+    def order_results(self) -> None:
+        """Make the current CUDA stream wait for the results, and keep their memory while it uses them. Non-blocking."""
+        for result in self.results if self.written is not None else ():
+            if result.is_cuda:
+                stream = torch.cuda.current_stream(result.device)
+                if self.computed is not None:
+                    stream.wait_event(self.computed)
+                result.record_stream(stream)
 
 
 def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float) -> None:
@@ -110,6 +150,8 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
             )
 
 
+logger = logging.getLogger(__name__)
+
 CAPACITY = 1024
 """Largest number of operation names that have a bit in the messages by which ranks agree on operations to run."""
 
@@ -122,7 +164,7 @@ class NameSlots:
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()  # bit, operation
+        self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()  # name → (bit, last operation)
         self._free = list(range(capacity))
 
     def bit(self, work: EagerWork) -> int | None:
@@ -156,7 +198,7 @@ class NameSlots:
             self._slots[name] = heapq.heappop(self._free), signature
 
     def touch(self, name: str) -> None:
-        """Mark an operation name as the most recently used one, so that its bit is the last to be taken away."""
+        """Mark an operation name as the most recently used one, so that its bit is the last to be given to another."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
@@ -180,7 +222,7 @@ class Pending:
         self._lock = free_in_forked_children(threading.Lock())
         self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
-        self._rejected: dict[str, deque[str]] = {}  # operation name → errors of this rank's next operations
+        self._rejected: dict[str, deque[str]] = {}  # name → errors for the next operations of this name
         self._join: ThreadWork | None = None
         self._progress: Progress = ()
         self._unnamed = 0
@@ -267,9 +309,19 @@ class Pending:
         return bool(self._works) or self._join is not None or self._closing
 
     def wait_until_pending(self) -> None:
-        """Block until an operation is pending, or this rank has called `join()` or shuts down."""
+        """Block until this rank has called `join()`, shuts down, or has a pending operation that may run now.
+
+        The engine's thread may run an operation once its `deferred_until_s` has passed.
+        """
         with self._changed:
-            self._changed.wait_for(self._has_work)
+            while True:
+                self._changed.wait_for(self._has_work)
+                if self._join is not None or self._closing:
+                    return
+                wait_s = min(work.deferred_until_s for work in self._works.values()) - time.monotonic()
+                if wait_s <= 0:
+                    return
+                self._changed.wait(wait_s)
 
     def wake_if_pending(self) -> None:
         """Wake the engine's thread if an operation is pending."""
@@ -335,7 +387,8 @@ class Pending:
     def close(self) -> None:
         """Start the shutdown: fail pending operations, except those with an invalid argument (`Signature.problem`).
 
-        These stay pending until the last round, which raises their error on all ranks.
+        Operations with an invalid argument stay pending until the ranks exchange their last messages, so that the error
+        is raised on all ranks.
         """
         with self._changed:
             self._closing = True
@@ -349,6 +402,10 @@ class Pending:
 _DIGEST_BITS = 8 * DIGEST_BYTES
 _ALL_ONES = (1 << _DIGEST_BITS) - 1
 _HEAD_BYTES = 2 * DIGEST_BYTES + CAPACITY // 8 + ALIGNED_BYTES
+_LAUNCH_BITS = 4 * ALIGNED_BYTES - 1
+"""Number of bits of the digest of launched gradient units (buckets) that ranks compare. Only ranks with equal digests
+may launch an eager operation over NCCL.
+"""
 
 GATHERED_RANKS = 32
 """Largest number of ranks at which the messages of a round (an agreement on operations to run) are all-gathered and
@@ -357,12 +414,16 @@ contain small tensors. With more ranks, the messages are all-reduced, and contai
 
 
 class Rounds:
-    """Runs the rounds in which ranks agree on operations to run, one round at a time. Its state is equal on all ranks.
+    """Runs rounds, one at a time. In a round, ranks agree on eager operations and run them.
+
+    The attributes are equal on all ranks.
 
     Attributes:
         last_joined: rank that called `join()` last. -1 = none so far.
-        completed: number of operations performed or rejected. Each operation gets the same number on all ranks.
+        completed: number of operations performed or rejected so far.
         ended: True once all ranks are shutting down.
+        nccl: the ranks and their NCCL communicator. None = it is not open.
+        open_nccl: opens the NCCL communicator. None = it has been called, or operations on GPUs use host memory.
     """
 
     def __init__(
@@ -372,6 +433,7 @@ class Rounds:
         pending: Pending,
         open_lanes: OpenLanes | None = None,
         members: Sequence[int] | None = None,
+        open_nccl: OpenNccl | None = None,
     ) -> None:
         """Open two duplicates of `comm`. Collective over `comm`.
 
@@ -380,11 +442,15 @@ class Rounds:
             failures: failure board, through which threads report and read the job's failure.
             pending: operations that this rank has submitted.
             open_lanes: opens the streams (parallel connections) for large all-reduces. None = these use `comm`.
-            members: numbers of the ranks in messages to the user. None = their ranks in `comm`.
+            members: for each rank of `comm`, its rank in the job, for messages to the user. None = the same numbers.
+            open_nccl: opens the NCCL communicator. None = operations on GPUs use host memory.
         """
         self._messages, self._data, self._failures = comm.duplicate(), comm.duplicate(), failures
         self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
         self._pending, self._members = pending, members or range(comm.size)
+        self.nccl: NcclRanks | None = None
+        self.open_nccl = open_nccl
+        self._logged = False  # True once the log says why an operation on GPUs runs through host memory
         self.last_joined = -1
         self.completed = 0
         self.ended = False
@@ -393,7 +459,7 @@ class Rounds:
         self._join_announced = False  # True once an exchange has announced this rank's join
         self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
-    def run(self, works: Mapping[str, EagerWork], own: PendingReport) -> bool:
+    def run(self, works: Mapping[str, EagerWork], own: PendingReport, *, in_program_order: bool = False) -> bool:
         """Run one round, in which the ranks agree on operations and run them. Collective.
 
         Returns True if an operation or a `join()` was completed, or an operation was rejected.
@@ -401,13 +467,17 @@ class Rounds:
         Args:
             works: pending operations of this rank, by name.
             own: state of this rank. It is sent only if the ranks exchange descriptions of all operations.
+            in_program_order: True if the training thread waits for this round, so that it launches no gradients
+                meanwhile. NCCL is used only then.
         """
         digest = self._digest(works.values(), own)
         ordered = [works[name] for name in sorted(works)] if digest else []
         carried = None
         if ordered and self._message is not None:
             carried = self._message.load([(work.signature, work.tensors) for work in ordered])
-        all_equal, bits = self._agree(digest, self._bits(works, own))
+        progress = self._progress(works) if in_program_order and own.joined is None else 0
+        all_equal, bits = self._agree(digest, self._bits(works, own) | progress)
+        may_launch = progress != 0 and bits & progress == progress
         if all_equal:
             for work in ordered:
                 self._names.remember(work.signature)
@@ -421,7 +491,9 @@ class Rounds:
         else:
             ready = self._exchange(works, own)
         for together in batches(ready):
-            self._complete([ready[name] for name in together], [works.get(name) for name in together])
+            self._complete(
+                [ready[name] for name in together], [works.get(name) for name in together], may_launch=may_launch
+            )
         return self._end_join(own) or bool(ready)
 
     # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
@@ -461,6 +533,19 @@ class Rounds:
             bits |= (2 << CAPACITY) - 2 & ~(self._names.by_all() << 1)
             known = known and self._join_announced
         return bits | known
+
+    def _progress(self, works: Mapping[str, EagerWork]) -> int:
+        """Return bits with a digest of the launched gradient units, and its complement. 0 = NCCL is not wanted.
+
+        The AND over all ranks leaves these bits unchanged only if all ranks have launched equally many units of each
+        gradient pipeline.
+        """
+        if (self.nccl or self.open_nccl) is None or all(work.signature.device != "cuda" for work in works.values()):
+            return 0
+        all_bits = (1 << _LAUNCH_BITS) - 1
+        counts = sorted((owner.number, owner.launched) for owner in nccl_owners() if owner.launched)
+        digest = hash(tuple(counts)) & all_bits
+        return (digest << _LAUNCH_BITS | digest ^ all_bits) << CAPACITY + 1
 
     def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
         """Exchange the messages of a round, in which ranks agree on operations to run. Collective.
@@ -519,7 +604,8 @@ class Rounds:
             if problem is not None:
                 self.completed += 1
                 self._names.forget(name)
-                # Reject the operation. All ranks do so, because all have found the same problem in the same signatures.
+                # All ranks reject the operation: each has compared the signatures (shapes, dtypes) of all ranks, and
+                # found the same problem.
                 self._pending.reject(name, problem)
                 continue
             self._names.remember(some)
@@ -535,6 +621,8 @@ class Rounds:
         signatures: list[Signature],
         works: Sequence[EagerWork | None],
         carried: Sequence[Slot] | None = None,
+        *,
+        may_launch: bool = False,
     ) -> None:
         """Perform operations that the ranks have agreed to run. Collective, unless the messages contain the tensors.
 
@@ -544,19 +632,29 @@ class Rounds:
                 `join()`.
             carried: places of a single operation's tensors in the messages by which the ranks have agreed. None =
                 these messages contain no tensors.
+            may_launch: whether NCCL operations may be launched, equal on all ranks.
         """
         begin_s = time.perf_counter()
         own_works = [work for work in works if work is not None]
         error: CommError | None = None
+        nccl = self._nccl_for(signatures[0], own_works, may_launch=may_launch)
         try:
             for signature, work in zip(signatures, works, strict=True):
                 self._names.touch(signature.name)
-                if work is not None and work.written is not None:
-                    gpu = cuda_device(work.tensors[0].device.index)
+                if nccl is None and work is not None and work.written is not None:
+                    gpu = cuda_device(work.device_index)
                     gpu.enter_thread()
                     gpu.order_after(work.written)
             if carried is not None:
                 own_works[0].results = result_of(signatures[0], own_works[0].tensors, carried)
+            elif nccl is not None:
+                launched, computed = nccl.launch(
+                    [(work.signature, work.tensors) for work in own_works],
+                    [work.written for work in own_works],
+                    self._pending.where,
+                )
+                for work, result in zip(own_works, launched, strict=True):
+                    work.results, work.computed = result, computed
             else:
                 batch = [
                     (signature, zeros_for(signature)) if work is None else (work.signature, work.tensors)
@@ -568,6 +666,8 @@ class Rounds:
         except CommError as err:
             error = err
         except Exception as err:
+            if nccl is not None:
+                raise  # fails the job, because the GPUs of other ranks may wait for this rank
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         trace_operations(signatures, works, begin_s)
@@ -576,10 +676,32 @@ class Rounds:
         for work in own_works:
             work.finish(error)
 
+    def _nccl_for(self, signature: Signature, works: Sequence[EagerWork], *, may_launch: bool) -> NcclRanks | None:
+        """Return the ranks whose NCCL communicator runs an operation. None = host memory is used.
+
+        The first call with `may_launch` opens the communicator, and is collective.
+        """
+        if signature.device != "cuda":
+            return None
+        if not may_launch:
+            if not self._logged and self._ranks.rank == 0 and (self.nccl or self.open_nccl) is not None:
+                self._logged = True
+                logger.info(
+                    "operation %r%s runs through host memory, because not all ranks wait for its result, in the thread "
+                    "that called hvd.init(), after the same gradients; other operations on GPUs may run over NCCL",
+                    signature.name,
+                    self._pending.where,
+                )
+            return None
+        if self.open_nccl is not None:
+            open_nccl, self.open_nccl = self.open_nccl, None
+            self.nccl = open_nccl(self._ranks, works[0].device_index, self._pending.where)
+        return self.nccl if self.nccl is not None and self.nccl.can_perform(signature) else None
+
     def _end_join(self, own: PendingReport) -> bool:
         """Complete this rank's `join()` if all ranks have called it. Return whether it was completed.
 
-        All ranks learn of the last call in the same exchange, so their `join()` completes in the same round.
+        All ranks learn in the same round that the last rank has called `join()`. So it completes on all at once.
         """
         if own.joined is None or len(self._joined) < self._size:
             return False
@@ -590,10 +712,12 @@ class Rounds:
         return True
 
     def close(self, *, together: bool = True) -> None:
-        """Close the streams (parallel connections) for large all-reduces.
+        """Close the NCCL communicator, and the streams (parallel connections) for large all-reduces.
 
-        If `together`, all ranks call this, and it also frees the communicators.
+        If `together`, the call is collective, and also frees the two duplicates of the control plane's communicator.
         """
+        if self.nccl is not None:
+            self.nccl.close(together=together)
         if self._ranks.lanes is not None:
             self._ranks.lanes.close(together=together)
         if together:
@@ -605,6 +729,11 @@ LONGEST_PAUSE_S = 2e-3
 """Longest pause in seconds after a round that completed no operation, because ranks have submitted different ones."""
 
 SHORTEST_PAUSE_S = 50e-6
+
+DEFERRED_S = 0.1
+"""Longest delay in seconds of an asynchronous operation on a GPU. If the training thread calls `finish` within this
+time, the operation can run over NCCL. Otherwise the engine's thread runs it in host memory.
+"""
 
 
 class EagerEngine:
@@ -626,31 +755,40 @@ class EagerEngine:
         where: str = "",
         open_lanes: OpenLanes | None = None,
         members: Sequence[int] | None = None,
+        open_nccl: OpenNccl | None = None,
+        in_backward: Callable[[], bool] = bool,
     ) -> None:
-        """Start the engine's thread. Collective over `comm`, of which the engine opens two duplicates.
+        """Start the engine's thread. The calling thread is the training thread. Collective over `comm`.
+
+        The engine opens two duplicates of `comm`.
 
         Args:
             comm: participating ranks.
             failures: failure board, through which threads report and read the job's failure.
             where: text that names the process set in messages to the user. "" = all ranks.
             open_lanes: opens the streams (parallel connections) for large all-reduces. None = these use `comm`.
-            members: numbers of the ranks in messages to the user. None = their ranks in `comm`.
+            members: for each rank of `comm`, its rank in the job, for messages to the user. None = the same numbers.
+            open_nccl: opens the NCCL communicator. None = operations on GPUs use host memory.
+            in_backward: returns whether the calling thread runs a backward pass.
         """
         self.pending = Pending(where)
-        self.rounds = Rounds(comm, failures, self.pending, open_lanes, members)
-        self._failures = failures
+        self.rounds = Rounds(comm, failures, self.pending, open_lanes, members, open_nccl)
+        self._failures, self._in_backward = failures, in_backward
         self.rank, self.size = comm.rank, comm.size
         self._number = comm.rank if members is None else members[comm.rank]
         self.known: dict[Hashable, Signature] = {}
         self.awaited: tuple[str, float] | None = None
         self._round_lock = free_in_forked_children(threading.Lock())  # held by the thread that runs a round
         self._pause_s = 0.0
+        self._training_thread = threading.current_thread()
         self._thread = threading.Thread(target=self._run, name="sirtaki-eager", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     # ── for submitting threads ───────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, signature: Signature, tensors: Sequence[torch.Tensor], *, wake: bool = True) -> EagerWork:
+    def submit(
+        self, signature: Signature, tensors: Sequence[torch.Tensor], *, wake: bool = True, may_defer: bool = False
+    ) -> EagerWork:
         """Start an operation. Thread-safe, non-blocking.
 
         Args:
@@ -658,6 +796,7 @@ class EagerEngine:
             tensors: inputs, which the caller must not change until completion.
             wake: True to wake the engine's thread, which runs the operation. False if the caller calls `finish` next,
                 which runs it in the calling thread.
+            may_defer: True if the training thread will probably call `finish`, so that the operation can run over NCCL.
 
         Raises:
             ValueError: an operation of this name is in flight on this rank.
@@ -665,11 +804,13 @@ class EagerEngine:
         """
         self._failures.check()
         work = EagerWork(signature, tensors)
+        if may_defer and signature.device == "cuda" and (self.rounds.nccl or self.rounds.open_nccl) is not None:
+            work.deferred_until_s = work.submitted_s + DEFERRED_S
         self.pending.add(work, wake=wake)
         return work
 
     def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Wait for an operation of this engine.
+        """Wait for an operation of this engine. If it runs on a GPU, the current CUDA stream waits, not the host.
 
         Meanwhile, this thread runs the rounds (in which ranks agree on operations and run them), unless another thread
         does so already. That saves two thread switches.
@@ -686,14 +827,21 @@ class EagerEngine:
             CommError: the operation or the job has failed.
         """
         if interrupted is not None:
-            return wait_for_work([work], failures=self._failures, interrupted=interrupted, blame_s=None)
+            ended = wait_for_work([work], failures=self._failures, interrupted=interrupted, blame_s=None)
+            if ended and isinstance(work, EagerWork):
+                work.order_results()
+            return ended
         if isinstance(work, EagerWork):
             self.awaited = work.signature.name, time.monotonic()
+        # Gradients are launched by the training thread, or by an autograd thread while the training thread waits for
+        # the backward pass. So a round in either thread has a fixed place in the order of launches.
+        current = threading.current_thread()
+        in_program_order = current is self._training_thread or self._in_backward()
         try:
             while not work.is_done():
                 if self._round_lock.acquire(blocking=False):
                     try:
-                        self._step()
+                        self._step(in_program_order=in_program_order)
                     finally:
                         self._round_lock.release()
                 else:
@@ -704,7 +852,32 @@ class EagerEngine:
         finally:
             self.awaited = None
         self.pending.wake_if_pending()
-        return work.wait(0.0)
+        ended = work.wait(0.0)
+        if isinstance(work, EagerWork):
+            work.order_results()
+        return ended
+
+    def poll(self, work: EagerWork) -> bool:
+        """Return whether an operation has ended, on the GPU, too. Non-blocking.
+
+        If the operation was deferred and has not begun, the engine's thread runs it now, without waiting for the
+        training thread to call `finish`.
+        """
+        if work.deferred_until_s and not work.is_done():
+            work.deferred_until_s = 0.0
+            self.pending.wake_if_pending()
+        return work.is_computed()
+
+    def oldest_wait(self) -> PendingWait | None:
+        """Describe for the watchdog what this rank, or its GPU, waits for. None if neither waits.
+
+        Raises:
+            CommError: the NCCL communicator has failed.
+        """
+        if (nccl := self.rounds.nccl) is None:
+            return self.pending.oldest_wait()
+        nccl.check()
+        return self.pending.oldest_wait() or nccl.stalled()
 
     def join(self, progress: Progress) -> ThreadWork:
         """Contribute zeros to the other ranks' all-reduces, until all ranks have called `join()`.
@@ -727,10 +900,10 @@ class EagerEngine:
                     return  # `_step` has reported the error to all waiting threads
 
     @outside_modes
-    def _step(self) -> None:
+    def _step(self, *, in_program_order: bool = False) -> None:
         """Run one round, in which ranks agree on operations and run them. The caller holds `_round_lock`.
 
-        All ranks that have pending operations take part.
+        All ranks that have pending operations take part. `in_program_order`: the training thread calls this.
         """
         snapshot = self.pending.snapshot(self._pause_s)
         if snapshot is None or self.rounds.ended:
@@ -738,7 +911,7 @@ class EagerEngine:
         if (trace := timeline.current) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
         try:
-            made_progress = self.rounds.run(*snapshot)
+            made_progress = self.rounds.run(*snapshot, in_program_order=in_program_order)
         except BaseException as err:
             # Fail the job on any exception, even KeyboardInterrupt, because ranks cannot resume an interrupted round.
             what = f"eager operations failed on rank {self._number} ({', '.join(snapshot[0]):.200})"
@@ -782,8 +955,9 @@ class SparseSum:
         Args:
             engine: engine of the participating ranks.
             tensor: COO tensor. Shape and dtype are equal on all ranks, the number of entries may differ.
-            name: name by which ranks find the same operation. None = unnamed operations pair in order of submission.
-            by_all: True if ranks call this after `join()`, too. Otherwise the sum fails while a rank is in `join()`.
+            name: name by which ranks find the same operation. None = ranks match unnamed operations by their order.
+            by_all: True if ranks that are in `join()` submit this sum, too. If False, the sum fails while a rank is in
+                `join()`.
         """
         coalesced = tensor.coalesce()
         parts = {"indices": coalesced.indices().t().contiguous(), "values": coalesced.values()}
@@ -813,7 +987,7 @@ class SparseSum:
 
 # ── process sets: subsets of the ranks, each with its own engine; set 0 is all ranks ──────────────────────────────────
 #
-# To add or remove a set is collective over *all* ranks, in the set or not. All ranks succeed, or all raise.
+# Adding or removing a process set is a collective of *all* ranks, also of those outside the set. All succeed or raise.
 
 GLOBAL = 0
 """Id of the process set that contains all ranks."""
@@ -841,16 +1015,20 @@ class RankSet:
 class RankSets:
     """All process sets (subsets of the ranks) of a job, by id. `add` and `remove` are collective over all ranks."""
 
-    def __init__(self, control: ControlPlane, watchdog: Watchdog, open_lanes: OpenLanes | None = None) -> None:
-        """Open set 0, which contains all ranks. The caller closes the arguments. Collective.
+    def __init__(
+        self,
+        control: ControlPlane,
+        watchdog: Watchdog,
+        make_engine: Callable[..., EagerEngine] = EagerEngine,
+    ) -> None:
+        """Open set 0, which contains all ranks. The caller closes `control` and `watchdog`. Collective.
 
         Args:
             control: control plane of all ranks.
             watchdog: object that reports operations that wait too long.
-            open_lanes: opens the streams (parallel connections) for large all-reduces. None = these use the set's
-                communicator.
+            make_engine: creates the engine of a set: `EagerEngine`, possibly with further arguments.
         """
-        self._control, self._watchdog, self._open_lanes = control, watchdog, open_lanes
+        self._control, self._watchdog, self._make_engine = control, watchdog, make_engine
         self._sets: dict[int, RankSet] = {}
         self._last = 0
         self._open(GLOBAL, tuple(range(control.size)), control.comm)
@@ -945,16 +1123,15 @@ class RankSets:
         engine = None
         if comm is not None:
             where = f" of process set {number} (ranks {', '.join(map(str, ranks))})" if number else ""
-            failures = self._control.failures
-            engine = EagerEngine(comm, failures, where=where, open_lanes=self._open_lanes, members=ranks)
-            self._watchdog.watch(engine.pending.oldest_wait, engine.pending.describe)
+            engine = self._make_engine(comm, self._control.failures, where=where, members=ranks)
+            self._watchdog.watch(engine.oldest_wait, engine.pending.describe)
         self._sets[number] = RankSet(number=number, ranks=ranks, comm=comm, engine=engine)
 
     def _close(self, number: int) -> None:
         rank_set = self._sets.pop(number)
         if rank_set.engine is None or rank_set.comm is None:
             return
-        self._watchdog.unwatch(rank_set.engine.pending.oldest_wait, rank_set.engine.pending.describe)
+        self._watchdog.unwatch(rank_set.engine.oldest_wait, rank_set.engine.pending.describe)
         if rank_set.engine.close() and number:
             if rank_set.control is not None:
                 rank_set.control.close()

@@ -2,8 +2,7 @@
 
 Operations run over the control plane (communicators for small collectives), in the thread that runs the engine's round
 (an agreement of the ranks on operations to run). They poll non-blocking requests, so that a failure of the job ends
-their waits. Tensors on GPUs are copied to the CPU and
-back.
+their waits. Tensors on GPUs are reduced over NCCL (`on_gpu`), or copied to the CPU and back.
 
 If all ranks have the same few small all-reduces and broadcasts pending, the messages of the round contain the tensors,
 and each rank computes the results from all messages. The control plane is built for small messages. So an all-reduce of
@@ -79,7 +78,8 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         op: reduction. "" = none.
         root: source rank of a broadcast. -1 = none.
         factors: (prescale, postscale), by which tensors are multiplied before and after the reduction.
-        device: "cpu" or "cuda".
+        device: type of the tensors' device, such as "cpu" or "cuda". "mixed" = tensors on devices of several types,
+            which are reduced in host memory.
         once: True if the name is used only once. It then gets no bit in the messages by which ranks agree on
             operations to run.
         by_all: True if ranks submit the operation even after `join()`. Otherwise joined ranks contribute zeros if it is
@@ -110,20 +110,23 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise ConfigError(
                 f"operation {name} got a DTensor, which is sharded over ranks; pass its .to_local() or .full_tensor()"
             )
+        # Ignore the second tensor of an all-to-all: the numbers of rows, which are always on the CPU.
+        places = {tensor.device.type for tensor in (tensors[:1] if kind is CollectiveKind.ALLTOALL else tensors)}
         return cls(
             name=name,
             kind=kind,
             shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
             dtypes=tuple([_dtype_name(tensor.dtype) for tensor in tensors]),
-            device=tensors[0].device.type if tensors else "cpu",
+            device="mixed" if len(places) > 1 else places.pop() if places else "cpu",
             **rest,
         )
 
     @cached_property
     def digest(self) -> int:
-        """Return a digest that is equal on two ranks if and only if `mismatch` finds no difference of their signatures.
+        """Return a 128-bit hash of all fields that must be equal on all ranks.
 
-        The probability of an error is 2**-128.
+        Two signatures have equal digests if `mismatch` finds no difference. If it finds one, their digests are equal
+        with probability 2**-128.
         """
         name = hashlib.blake2b(self.name.encode(), key=self._fields_digest, digest_size=DIGEST_BYTES)
         return int.from_bytes(name.digest(), "big")
@@ -219,7 +222,7 @@ def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    """Return `rank 3 has` or `ranks 0, 1, 2 and 5 more have`."""
+    """Return subject and verb of a sentence about ranks: `rank 3 has` or `ranks 0, 1, 2 and 5 more have`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
@@ -266,7 +269,7 @@ def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
         if signature.kind is not CollectiveKind.ALLREDUCE or signature.op == ADASUM or size_bytes > FUSIBLE_BYTES:
             yield [name]
             continue
-        key = (signature.op, signature.factors)
+        key = (signature.op, signature.factors, signature.device)
         if filled_bytes.get(key, 0) + size_bytes > FUSED_BYTES:
             yield open_batches.pop(key)
             filled_bytes[key] = 0
@@ -278,23 +281,21 @@ def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
 def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return Adasum's `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. If one vector is zero, return the sum."""
     a, b = one.double(), other.double()
-    product, a_square, b_square = float(a @ b), float(a @ a), float(b @ b)
-    a_share = 1.0 - product / (2 * a_square) if a_square else 1.0
-    b_share = 1.0 - product / (2 * b_square) if b_square else 1.0
+    product, a_square, b_square = a @ b, a @ a, b @ b
+    # Keep the two factors as tensors, because reading their values would make the host wait for a GPU.
+    a_share = torch.where(a_square != 0, 1.0 - product / (2 * a_square), 1.0)
+    b_share = torch.where(b_square != 0, 1.0 - product / (2 * b_square), 1.0)
     return (a_share * a + b_share * b).to(one.dtype)
 
 
-def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], None]) -> None:
-    """Replace a contiguous 1-d CPU vector by the Adasum over all ranks, a power of two in number. Collective."""
+def adasum_(vector: torch.Tensor, ranks: Ranks) -> None:
+    """Replace a contiguous 1-d vector by its Adasum over all ranks. Collective. Needs 2ⁿ ranks."""
     distance = 1
-    while distance < comm.size:
-        partner = comm.rank ^ distance
-        theirs = torch.empty_like(vector)
-        receiving = comm.receive(theirs.numpy(), partner)
-        wait(comm.send(vector.numpy(), partner))
-        wait(receiving)
+    while distance < ranks.size:
+        partner = ranks.rank ^ distance
+        theirs = ranks.exchange(vector, partner)
         # Order the operands by rank, so that both partners get bitwise equal results.
-        low, high = (vector, theirs) if comm.rank < partner else (theirs, vector)
+        low, high = (vector, theirs) if ranks.rank < partner else (theirs, vector)
         vector.copy_(combine(low, high))
         distance *= 2
 
@@ -326,11 +327,14 @@ Collective. No operation may use the communicator during the call."""
 
 
 class Ranks:
-    """Participating ranks: their communicator, and their lanes (parallel connections) for large all-reduces."""
+    """Participating ranks: their communicator, and their lanes (parallel connections) for large all-reduces.
+
+    Tensors travel in host memory. `NcclRanks` overrides the methods that move tensors.
+    """
 
     def __init__(self, comm: Communicator, failures: FailureBoard, open_lanes: OpenLanes | None = None) -> None:
         """Store `comm`, which no other object may use. Without `open_lanes`, large all-reduces use `comm`, too."""
-        self.comm, self._failures, self._open_lanes = comm, failures, open_lanes
+        self.comm, self.failures, self._open_lanes = comm, failures, open_lanes
         self.rank, self.size = comm.rank, comm.size
         self.lanes: UnitPipeline | None = None
 
@@ -356,11 +360,54 @@ class Ranks:
             except (ConfigError, PlanError, TransportError) as err:
                 if self.rank == 0:
                     logger.info(
-                        "Sirtaki sends large eager operations, such as allreduce(), over one slow TCP or MPI "
-                        "connection, because it cannot open parallel connections: %s",
+                        "collectives that the script calls itself, such as hvd.allreduce(), use one slow TCP or MPI "
+                        "connection, because Sirtaki cannot open parallel connections: %s",
                         err,
                     )
         return self.lanes is not None
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor with the values of `tensor`, in host memory, from which tensors are sent."""
+        tensor = resolved(tensor)
+        return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
+
+    def deliver(self, tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
+        """Return the results on the devices of the input `tensors`."""
+        moved = [result.to(tensor.device) for tensor, result in zip(tensors, results, strict=True)]
+        for device in {tensor.device for tensor in moved if tensor.is_cuda}:
+            # Wait for the copies, because the thread that waits for the result uses another CUDA stream.
+            torch.cuda.current_stream(device).synchronize()
+        return moved
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> None:
+        """Overwrite a contiguous tensor with that of the rank `root`. Collective."""
+        self.wait(self.comm.broadcast(_array(tensor), root))
+
+    def all_gather(self, tensor: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
+        """Write the tensors of all ranks to `gathered`, in rank order. `counts` are bytes by rank. Collective."""
+        self.wait(self.comm.all_gather(_array(tensor), _array(gathered), counts))
+
+    def all_to_all(
+        self, tensor: torch.Tensor, received: torch.Tensor, to: Sequence[int], source: Sequence[int]
+    ) -> None:
+        """Send `to[rank]` bytes of `tensor` to each rank, and receive `source[rank]` bytes from it. Collective."""
+        self.wait(self.comm.all_to_all(_array(tensor), _array(received), (to, source)))
+
+    def exchange(self, vector: torch.Tensor, partner: int) -> torch.Tensor:
+        """Send a contiguous vector to `partner`, and return the partner's vector. Collective."""
+        theirs = torch.empty_like(vector)
+        receiving = self.comm.receive(theirs.numpy(), partner)
+        self.wait(self.comm.send(vector.numpy(), partner))
+        self.wait(receiving)
+        return theirs
+
+    def reduce_scatter(self, tensor: torch.Tensor, part: torch.Tensor, counts: Sequence[int], op: str) -> None:
+        """Reduce a contiguous 1-d tensor, and write this rank's elements to `part`. Collective.
+
+        `counts` are elements by rank.
+        """
+        if tensor.numel():
+            self.wait(self.comm.reduce_scatter(_reducible(tensor), _reducible(part), counts, Op(op)))
 
     def wait(self, test: Test) -> None:
         """Wait until an operation is complete.
@@ -377,7 +424,7 @@ class Ranks:
                     return
             os.sched_yield()
         while not test():
-            self._failures.check()
+            self.failures.check()
             time.sleep(SLEEP_S)
 
 
@@ -392,13 +439,13 @@ def perform(batch: Batch, ranks: Ranks) -> list[Tensors]:
         For each operation, new contiguous tensors on the device of its inputs.
     """
     signature = batch[0][0]
-    inputs = [[_on_host(tensor) for tensor in tensors] for _, tensors in batch]
+    inputs = [[ranks.place(tensor) for tensor in tensors] for _, tensors in batch]
     if len(batch) == 1:
         results = [PERFORMERS[signature.kind](signature, inputs[0], ranks)]
     else:
         everything = iter(_all_reduce(signature, list(chain.from_iterable(inputs)), ranks))
         results = [list(islice(everything, len(tensors))) for tensors in inputs]
-    return [_on_device_of(tensors, result) for (_, tensors), result in zip(batch, results, strict=True)]
+    return [ranks.deliver(tensors, result) for (_, tensors), result in zip(batch, results, strict=True)]
 
 
 def zeros_for(signature: Signature) -> Tensors:
@@ -409,22 +456,10 @@ def zeros_for(signature: Signature) -> Tensors:
     ]
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor whose conjugation and negation have been carried out."""
     tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
-
-
-def _on_device_of(tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
-    if not tensors or tensors[0].device.type == "cpu":
-        return results
-    device = tensors[0].device
-    moved = [result.to(device) for result in results]
-    if device.type == "cuda":
-        # Wait until the copies are done, because the thread that waits for the result uses another CUDA stream.
-        torch.cuda.current_stream(device).synchronize()
-    return moved
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
@@ -468,11 +503,11 @@ def _reducible(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _adasum(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Apply Adasum to each tensor separately, because each tensor has its own angle to the tensors of other ranks."""
+    """Apply Adasum to each tensor separately, because it depends on the angle between the tensors of two ranks."""
     results = []
     for tensor in inputs:
         flat = _work_copy(tensor.reshape(-1), signature.factors[0])
-        adasum_(flat, comm=ranks.comm, wait=ranks.wait)
+        adasum_(flat, ranks)
         scale_(flat, signature.factors[1])
         results.append(flat.to(tensor.dtype).view(tensor.shape))
     return results
@@ -481,7 +516,7 @@ def _adasum(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 def _broadcast(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     results = [tensor.clone() for tensor in inputs]
     for result in results:
-        ranks.wait(ranks.comm.broadcast(_bytes(result), signature.root))
+        ranks.broadcast_(result, signature.root)
     return results
 
 
@@ -499,7 +534,7 @@ def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     for tensor, rows_of in zip(inputs, rows.T, strict=True):
         result = tensor.new_empty((int(rows_of.sum()), *tensor.shape[1:]))
         counts = (rows_of * _row_bytes(tensor)).tolist()
-        ranks.wait(ranks.comm.all_gather(_bytes(tensor), _bytes(result), counts))
+        ranks.all_gather(tensor, result, counts)
         results.append(result)
     return results
 
@@ -516,8 +551,7 @@ def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
     ranks.wait(ranks.comm.all_to_all(sent, received))
     result = tensor.new_empty((int(received.sum()), *tensor.shape[1:]))
     row_bytes = _row_bytes(tensor)
-    counts = (sent * row_bytes).tolist(), (received * row_bytes).tolist()
-    ranks.wait(ranks.comm.all_to_all(_bytes(tensor), _bytes(result), counts))
+    ranks.all_to_all(tensor, result, (sent * row_bytes).tolist(), (received * row_bytes).tolist())
     return [result, torch.from_numpy(received.astype(np.int32))]
 
 
@@ -530,8 +564,7 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
         counts = [(stop - start) * row_numel for start, stop in pairwise(bounds)]
         sent = _work_copy(tensor.reshape(-1), signature.factors[0])
         part = sent.new_empty(counts[ranks.rank])
-        if sent.numel():
-            ranks.wait(ranks.comm.reduce_scatter(_reducible(sent), _reducible(part), counts, Op(signature.op)))
+        ranks.reduce_scatter(sent, part, counts, signature.op)
         scale_(part, signature.factors[1])
         own_rows = bounds[ranks.rank + 1] - bounds[ranks.rank]
         results.append(part.to(tensor.dtype).view(own_rows, *tensor.shape[1:]))
@@ -601,8 +634,9 @@ class RoundMessage:
         """Multiply the tensors of all operations by their prescale factors, and copy them into this rank's message.
 
         Returns:
-            For each operation, the places of its tensors in the message. None if not all tensors fit. This depends
-            only on the signatures (kinds, shapes, dtypes, …), so ranks with equal operations get the same answer.
+            For each operation, the places of its tensors in the message. None if not all tensors fit.
+            Whether they fit depends only on the signatures (kinds, shapes, dtypes, …), so ranks with equal operations
+            get the same answer.
         """
         found, begin = [], self._head_bytes
         for signature, tensors in works:
@@ -668,12 +702,15 @@ def _row_bytes(tensor: torch.Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.dtype.itemsize
 
 
-def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Return the memory of a contiguous CPU tensor as bytes."""
-    if tensor.numel() == 0:
-        return np.empty(0, dtype=np.uint8)
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes, `(n,)`."""
     # Use as_strided, because reshape(-1) keeps the arbitrary stride of a dimension of length 1.
-    array: npt.NDArray[np.uint8] = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the memory of a contiguous CPU tensor as bytes."""
+    array: npt.NDArray[np.uint8] = bytes_of(tensor).numpy()
     return array
 
 

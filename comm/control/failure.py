@@ -1,7 +1,8 @@
 """The failure board: an object through which the threads of a rank report and read the job's failure."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sirtaki.errors import CommError
 from sirtaki.machine import in_forked_children
@@ -24,6 +25,8 @@ class FailureBoard:
             fails at once, without a grace period.
         oversubscribed: True if a host has more ranks than processors. Waiting threads then do not spin, because they
             would take processors from ranks that compute.
+        raises_next: True while the training thread waits for a GPU in `raising`. The GPU's NCCL operations may be
+            aborted only then, because the training thread would otherwise use gradients that were never reduced.
     """
 
     def __init__(self) -> None:
@@ -31,7 +34,7 @@ class FailureBoard:
         self._listeners: list[Callable[[], None]] = []
         self._wait_callback: Callable[[], None] | None = None
         self._due_s = 0.0
-        self.connection_broken = self.oversubscribed = False
+        self.connection_broken = self.oversubscribed = self.raises_next = False
         in_forked_children(self, FailureBoard._leave_in_child)
 
     def _leave_in_child(self) -> None:
@@ -72,6 +75,18 @@ class FailureBoard:
         """Raise the recorded failure, if there is one."""
         if self._error is not None:
             raise fresh(self._error)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let the `with` body wait for a GPU, then raise the recorded failure, if there is one."""
+        self.raises_next = True
+        try:
+            yield
+        finally:
+            self.raises_next = False
+        # Look for a failure only after `raises_next` is reset. A thread that found a failure while it was set may have
+        # aborted NCCL operations. Their results must not be used, so this method must raise.
+        self.raise_if_failed()
 
     def check(self) -> None:
         """Raise the recorded failure, else run the wait callback. Every wait loop calls this."""

@@ -24,6 +24,8 @@ from contextlib import suppress
 
 from sirtaki.errors import CommError
 
+from .waiting import start_thread
+
 HANDSHAKE_S = 5.0
 """Time limit in seconds of a handshake (mutual authentication of a new connection)."""
 
@@ -151,8 +153,8 @@ class UnprovedConnection:
         # is full, because the peer does not read.
         if self.sock.send(message) < len(message):
             raise ConnectionError(
-                "a process connected to this one, but does not read the messages of the authentication; check that it "
-                "is a rank of this job and does not hang"
+                "a process opened a connection to this one, but does not answer the authentication; check that it is a "
+                "rank of this job and does not hang"
             )
 
 
@@ -289,10 +291,27 @@ class Acceptor:
         self._closing = threading.Event()
         self._events = selectors.DefaultSelector()
         self.handshakes = HandshakeListener(
-            listeners, key=key, own=own, events=self._events, is_wanted=lambda rank: rank in self.missing
+            listeners,
+            key=key,
+            own=own,
+            events=self._events,
+            is_wanted=self._is_wanted,
         )
         self._thread = threading.Thread(target=self._run, name="sirtaki-accept", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except CommError:
+            self.handshakes.close()
+            self._events.close()
+            raise
+
+    def _is_wanted(self, rank: int) -> bool:
+        return rank in self._expected and rank not in self._accepted
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all expected ranks have connected."""
+        return len(self._accepted) == len(self._expected)
 
     @property
     def missing(self) -> list[int]:
@@ -308,7 +327,7 @@ class Acceptor:
         return self._accepted
 
     def _run(self) -> None:
-        while self.missing and not self._closing.is_set():
+        while not (self.is_complete or self._closing.is_set()):
             for chosen, _ in self._events.select(0.05):
                 if (found := self.handshakes.advance(chosen.fd)) is not None:
                     self._accepted[found[0]] = found[1]

@@ -8,13 +8,17 @@ each other, unless the user sets one. Every process that can read the store can 
 
 from __future__ import annotations
 
+import base64
 import datetime
 import hashlib
 import json
 import logging
+import os
+import resource
 import secrets
 import socket
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -52,7 +56,8 @@ class Member:
         host: id of its host, from `host_identity`.
         node: name of its host, from the launcher.
         slot: position of the rank on its host, which stays the same for the whole job. Positions may have gaps.
-        number: number of the rank, or of its worker, in messages to the user.
+        number: number by which messages to the user name the rank. In an elastic job, the number never
+            changes.
         has_state: True if the rank has synchronised in an earlier generation (set of ranks of an elastic job), and so
             holds the job's state.
         addresses: (host, port) of the sockets at which it listens. Only ranks of the same host use loopback addresses.
@@ -97,7 +102,8 @@ class Membership:
 Listeners = tuple[socket.socket, ...]
 
 Exchange = Callable[[Membership], Sequence[Membership]]
-"""Function that takes a `Membership` that lists only this rank, and returns those of all ranks, by rank. Collective."""
+"""Function that sends a `Membership` with only this rank to all ranks. Returns what all ranks have sent, by rank.
+Collective."""
 
 
 def alone() -> MeshCommunicator:
@@ -133,17 +139,24 @@ def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
 
 
 def introduce(
-    exchange: Exchange, own: Member, *, generation: int = 0, interface: str | None, secret: str | None
+    exchange: Exchange,
+    own: Member,
+    *,
+    generation: int = 0,
+    interface: str | None,
+    secret: str | None,
+    first: bool = True,
 ) -> tuple[Membership, Listeners]:
     """Exchange the hosts of all ranks, then open listening sockets and exchange their addresses. Collective.
 
     Args:
-        exchange: function that sends this rank's `Membership` to all ranks, and returns those of all ranks.
+        exchange: function that sends this rank's `Membership` to all ranks, and returns one of each rank, by rank.
         own: description of this rank.
         generation: number of the last generation (set of ranks of an elastic job) in which this rank took part. 0 =
             none.
         interface: name of the network interface between the hosts. None = any.
         secret: secret of the job, from the user. None = the first rank makes one.
+        first: False if this is not the first rank. It then makes no secret, so that the exchanged data stays short.
 
     Returns:
         The list of all ranks, with the highest generation of all ranks, and the listening sockets of this rank.
@@ -152,35 +165,59 @@ def introduce(
         ConfigError: only some ranks have a secret from the user, or the interface does not exist.
         CommError: an address cannot be bound, or `exchange` has failed.
     """
-    own_token = "" if secret else secrets.token_hex(32)
+    token = "" if secret else secrets.token_hex(32) if first else "made by the first rank"
     own_membership = Membership(
-        generation=generation, members=(listening(own, ()),), name=secrets.token_hex(16), secret=own_token
+        generation=generation,
+        members=(listening(own, ()),),
+        name=secrets.token_hex(16) if first else "",
+        secret=token,
     )
     received = exchange(own_membership)
+    leader = received[0]
     for each in received:
-        if bool(each.secret) is not bool(received[0].secret):
-            first, odd = received[0].members[0].number, each.members[0].number
+        if bool(each.secret) is not bool(leader.secret):
+            one, odd = leader.members[0].number, each.members[0].number
             raise ConfigError(
-                f"SIRTAKI_SECRET is set on only one of the ranks {first} and {odd}; set it to one value on all ranks"
+                f"SIRTAKI_SECRET is set on only one of the ranks {one} and {odd}; set it to one value on all ranks"
             )
     one_host = all(each.members[0].host == own_membership.members[0].host for each in received)
     listeners = open_listeners(interface, loopback_only=one_host)
     try:
-        received = exchange(replace(own_membership, members=(listening(own, listeners),)))
+        received = exchange(replace(own_membership, members=(listening(own, listeners),), name="", secret=""))
     except BaseException:
         _close(listeners)
         raise
     return replace(
-        received[0],
+        leader,
         generation=max(each.generation for each in received),
         members=tuple(each.members[0] for each in received),
-        secret=secret or received[0].secret,
+        secret=secret or leader.secret,
     ), listeners
 
 
 def _close(sockets: Sequence[socket.socket]) -> None:
     for each in sockets:
         each.close()
+
+
+_SPARE_DESCRIPTORS = 8
+"""Number of file descriptors that a rank needs to connect, in addition to one per connection."""
+
+
+def _check_descriptors(size: int, *, rank: int) -> None:
+    """Raise now if this process cannot have a connection to each rank, because `connect` would try until its deadline.
+
+    Raises:
+        ConfigError: the limit of open files is too low.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    if soft != resource.RLIM_INFINITY and soft - used < size + _SPARE_DESCRIPTORS:
+        raise ConfigError(
+            f"rank {rank} needs {size + _SPARE_DESCRIPTORS} more file descriptors to connect {size} ranks, but {used} "
+            f"of {soft} are in use; raise the hard limit of open files (ulimit -Hn, LimitNOFILE= or "
+            "/etc/security/limits.conf)"
+        )
 
 
 def connect_members(
@@ -208,14 +245,20 @@ def connect_members(
         The communicator of all ranks. Freeing it closes the mesh.
 
     Raises:
-        ConfigError: a process at a rank's address does not know the secret.
+        ConfigError: a process at a rank's address does not know the secret, or the limit of open files is too low.
         CommError: a rank did not connect, or cannot be reached.
     """
-    key, members = job_key(membership.secret, membership.mesh_name), membership.members
+    members = membership.members
+    try:
+        _check_descriptors(len(members), rank=rank)
+    except ConfigError:
+        _close(listeners)
+        raise
+    key = job_key(membership.secret, membership.mesh_name)
     one_host = all(other.host == members[rank].host for other in members)
     for listener in listeners:
         if one_host and listener.getsockname()[0] != LOOPBACK:
-            # Close the listener, because remote processes could reach it, and all ranks use the loopback.
+            # Listen only at the loopback address, because all ranks are on this host.
             listener.close()
     listeners = tuple(listener for listener in listeners if listener.fileno() >= 0)
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(members)))
@@ -252,13 +295,14 @@ def connect_members(
         )
 
     def all_have_connected() -> bool:
-        if not acceptor.missing:
+        if acceptor.is_complete:
             return True
         check()
         return False
 
     try:
-        for other in range(rank):
+        # Begin with the next lower rank, so that no rank receives the connections of many ranks at the same time.
+        for other in reversed(range(rank)):
             sockets[other] = connect_to(other)
         if not wait_for(all_have_connected, deadline, Poll.SLICES):
             refused = acceptor.handshakes.refused
@@ -288,7 +332,7 @@ def rendezvous(
     Args:
         exchange: function that exchanges the addresses of all ranks. A `StoreExchange` also distributes errors.
         rank: rank of this process in the mesh.
-        number: number of this process in messages to the user. None = `rank`.
+        number: number by which messages to the user name this process. None = `rank`.
         interface: name of the network interface between the hosts. None = any.
         secret: secret of the job, from the user. None = the first rank makes one.
         deadline: time at which this rank stops waiting for other ranks.
@@ -301,7 +345,7 @@ def rendezvous(
     store = exchange if isinstance(exchange, StoreExchange) else None
     own = Member(number=rank if number is None else number)
     try:
-        membership, listeners = introduce(exchange, own, interface=interface, secret=secret)
+        membership, listeners = introduce(exchange, own, interface=interface, secret=secret, first=rank == 0)
         return connect_members(
             membership,
             listeners,
@@ -322,14 +366,14 @@ def rendezvous(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Description, from the launcher, of how the ranks find each other at a key-value store.
+    """Settings from the launcher with which ranks connect through a key-value store.
 
     Attributes:
         rank: rank of this process.
         size: number of ranks.
         host, port: address of the key-value store.
         agent_store: True if the launcher serves the store. Otherwise rank 0 serves it.
-        name: name of this meeting of ranks, unique in the store.
+        name: name of this set of ranks, unique in the store.
         members: ranks that take part. Empty = all.
     """
 
@@ -347,14 +391,14 @@ _stores: dict[tuple[str, int], TCPStore] = {}
 them."""
 
 _meeting_counts: Counter[tuple[str, int]] = Counter()
-"""How many times this process has connected to the other ranks so far, by (name of the meeting, rank). The number is
-part of the keys in the store, so that a second `init()` does not read the keys of the first."""
+"""Number of calls of `meet` in this process, by (name of the set of ranks, rank). The number is part of the keys in the
+store, so that a second `init()` does not read the keys of the first."""
 
 
 def meet(
     meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
 ) -> MeshCommunicator:
-    """Open TCP connections between the ranks of `meeting`, which meet at a key-value store. Collective."""
+    """Open TCP connections between ranks, which exchange their addresses through a key-value store. Collective."""
     deadline = Deadline.after(timeout_s)
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
@@ -371,7 +415,7 @@ def meet(
         place=f"{meeting.host}:{meeting.port}",
         deadline=deadline,
     )
-    # If two processes claim one rank, raise in the later one only, because the earlier one may be the right one.
+    # If two processes have the same rank, fail only in the second one to register, so that the first can continue.
     if not exchange.claim():
         raise ConfigError(
             f"two processes claim rank {meeting.rank} at {meeting.host}:{meeting.port}; each process of a job must "
@@ -444,7 +488,7 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
 def _wait_with_notice(
     condition: Callable[[], bool], deadline: Deadline, poll: Poll, *, rank: int, what: Callable[[], str]
 ) -> bool:
-    """Wait for a condition, and log what this rank waits for (`what`) after `_NOTICE_S` seconds.
+    """Wait for a condition. After `_NOTICE_S` seconds, log what this rank waits for: the text from `what`, if any.
 
     Returns:
         False if the deadline has passed.
@@ -453,12 +497,13 @@ def _wait_with_notice(
         return True
     if deadline.passed:
         return False
-    logger.warning(
-        "rank %d has waited %.0f s for %s to start, and continues to wait; check that all processes of the job run",
-        rank,
-        _NOTICE_S,
-        what(),
-    )
+    if awaited := what():
+        logger.warning(
+            "rank %d has waited %.0f s for %s to start, and continues to wait; check that all processes of the job run",
+            rank,
+            _NOTICE_S,
+            awaited,
+        )
     return wait_for(condition, deadline, poll)
 
 
@@ -466,10 +511,27 @@ def _first_line(err: Exception) -> str:
     return (str(err).splitlines() or [type(err).__name__])[0]
 
 
+_CHUNK = 64
+"""Number of keys in one request to the key-value store."""
+
+_POLL_S, _POLL_SHARE = 0.2e-3, 0.05
+"""Interval between two requests of a waiting rank to the key-value store: the larger of `_POLL_S` times the number of
+ranks, and `_POLL_SHARE` of the time that the rank has waited. So all ranks together send at most 5 000 requests per
+second, and fewer in a long wait."""
+
+_MAX_NAMED = 8
+"""Largest number of missing ranks that a message names."""
+
+_MAX_TABLE_BYTES = 64 * 1024**2
+"""Largest size in bytes of the uncompressed table of all ranks. A larger one is rejected: any process can write it."""
+
+
 class StoreExchange:
     """Exchanges the addresses of all ranks over a key-value store.
 
-    It polls the store, because a blocking read would block all users of the store's connection.
+    Each rank sets a key of its own. The first rank collects these keys, and publishes the table of all ranks under one
+    key, for which the other ranks wait. So the number of requests grows with the number of ranks, not with its square.
+    Ranks poll the store, because a blocking read would block all users of the store's connection.
     """
 
     def __init__(
@@ -496,7 +558,8 @@ class StoreExchange:
         """
         self._store, self._ranks, self._own, self._size, self._place = store, ranks, own, size, place
         self._deadline, self._prefix = deadline, prefix
-        self._ask_s = 0.0
+        self._poll_s = _POLL_S * len(ranks)
+        self._begun_s = self._ask_s = time.monotonic()
 
     def __call__(self, own_membership: Membership) -> list[Membership]:
         """Publish this rank's `Membership` (its addresses), and return those of all ranks, by rank. Collective.
@@ -507,33 +570,98 @@ class StoreExchange:
         """
         what = "addresses" if own_membership.members[0].addresses else "host"
         self._call("set", self._key(what, self._own), msgspec.json.encode((self._size, own_membership)).decode())
-        keys = [self._key(what, rank) for rank in self._ranks]
+        table = f"{self._prefix}table/{what}"
+        if self._own == self._ranks[0]:
+            received = self._collect(what)
+            packed = zlib.compress(msgspec.json.encode(received), 1)
+            self._call("set", table, base64.b64encode(packed).decode())
+        else:
+            due_s = begun_s = time.monotonic()
 
-        def all_are_there() -> bool:
-            if self._call("check", keys):
-                return True
-            if problem := self.problem():
-                raise CommError(problem)
-            return False
+            def is_published() -> bool:
+                nonlocal due_s
+                if (now_s := time.monotonic()) < due_s:
+                    return False
+                due_s = now_s + max(self._poll_s, _POLL_SHARE * (now_s - begun_s))
+                return bool(self._call("check", [table]))
 
-        def missing() -> str:
-            ranks = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._call("check", [key])]
-            return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
-
-        if not _wait_with_notice(all_are_there, self._deadline, Poll.SLICES, rank=self._own, what=missing):
-            raise CommError(
-                f"not all {self._size} ranks have registered at {self._place} in time (missing: {missing()}); check "
-                "that all processes run, with equal WORLD_SIZE and different RANK, or set SIRTAKI_START_TIMEOUT_S to "
-                "wait longer"
+            self._wait(is_published, what)
+            packed = base64.b64decode(self._call("get", table))
+            received = msgspec.json.decode(
+                zlib.decompressobj().decompress(packed, _MAX_TABLE_BYTES), type=list[tuple[int, Membership]]
             )
-        received = [msgspec.json.decode(self._call("get", key), type=tuple[int, Membership]) for key in keys]
-        for rank, (size, _) in zip(self._ranks, received, strict=True):
+        for rank, (size, _) in zip(self._ranks, received, strict=False):
             if size != received[0][0]:
                 raise ConfigError(
                     f"WORLD_SIZE is {received[0][0]} on rank {self._ranks[0]} and {size} on rank {rank}; it must be "
                     "equal on all ranks"
                 )
         return [each for _, each in received]
+
+    def _collect(self, what: str) -> list[tuple[int, Membership]]:
+        """Wait for the record (`what`) of each rank, and return the records.
+
+        Stop at the first record with another world size than this rank's. The caller rejects it.
+        """
+        keys = [self._key(what, rank) for rank in self._ranks]
+        received: list[tuple[int, Membership]] = []
+        count = 1
+
+        def all_are_there() -> bool:
+            nonlocal count
+            while len(received) < len(keys):
+                chunk = keys[len(received) : len(received) + count]
+                if self._call("check", chunk):
+                    for record in self._call("multi_get", chunk):
+                        received.append(msgspec.json.decode(record, type=tuple[int, Membership]))
+                        if received[-1][0] != self._size:
+                            return True
+                    count = min(2 * count, _CHUNK)
+                elif count > 1:
+                    count = 1
+                else:
+                    return False
+            return True
+
+        self._wait(all_are_there, what)
+        return received
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds.
+
+        Raises:
+            CommError: a rank has reported a problem, or the time is up. The message names the ranks whose record
+                (`what`) is not in the store.
+        """
+
+        def holds() -> bool:
+            if condition():
+                return True
+            if problem := self.problem():
+                raise CommError(problem)
+            return False
+
+        def awaited() -> str:
+            """Return which ranks are missing, for the log. All ranks but the first look only for the first rank."""
+            if self._own == self._ranks[0]:
+                return missing()
+            return "" if self._call("check", [self._key(what, self._ranks[0])]) else f"rank {self._ranks[0]}"
+
+        def missing() -> str:
+            ranks: list[int] = []
+            for start in range(0, len(self._ranks), _CHUNK):
+                chunk = {self._key(what, rank): rank for rank in self._ranks[start : start + _CHUNK]}
+                if len(ranks) < _MAX_NAMED and not self._call("check", list(chunk)):
+                    ranks += [rank for key, rank in chunk.items() if not self._call("check", [key])]
+            named = ", ".join(map(str, ranks[:_MAX_NAMED] or self._ranks[:1]))
+            return f"rank{'s' * (len(ranks) > 1)} {named}"
+
+        if not _wait_with_notice(holds, self._deadline, Poll.SLICES, rank=self._own, what=awaited):
+            raise CommError(
+                f"not all {self._size} ranks have registered at {self._place} in time (missing: {missing()}); check "
+                "that all processes run, with equal WORLD_SIZE and different RANK, or set SIRTAKI_START_TIMEOUT_S to "
+                "wait longer"
+            )
 
     def claim(self) -> bool:
         """Claim this process's rank in the store. Return False if another process has claimed the same rank before."""
@@ -547,12 +675,12 @@ class StoreExchange:
     def problem(self) -> str:
         """Return the error that a rank has published in the store, or "".
 
-        Reads the store at most once every `_ASK_S` seconds.
+        Reads the store at most once every `_ASK_S` seconds, and less often in a job of many ranks.
         """
         key, now_s = f"{self._prefix}problem", time.monotonic()
         if now_s < self._ask_s:
             return ""
-        self._ask_s = now_s + _ASK_S
+        self._ask_s = now_s + max(_ASK_S, self._poll_s, _POLL_SHARE * (now_s - self._begun_s))
         return str(json.loads(self._call("get", key))) if self._call("check", [key]) else ""
 
     def _key(self, what: str, rank: int) -> str:

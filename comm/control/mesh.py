@@ -38,7 +38,7 @@ from sirtaki.machine import free_in_forked_children, in_forked_children
 
 from .communicator import UFUNCS, Array, Backend, Op, Test
 from .failure import FailureBoard
-from .waiting import Deadline, wait_for
+from .waiting import Deadline, start_thread, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Header(NamedTuple):
         kind: a `FrameKind`.
         tag: tag of a short message that `post` sends.
         sequence: sequence number of the operation in its communicator.
-        context: id of the communicator to which the frame belongs. 0 = none: the frame concerns all of them.
+        context: id of the communicator to which the frame belongs. 0 = the frame concerns all communicators.
         length: payload length in bytes.
     """
 
@@ -96,7 +96,7 @@ def encode(kind: FrameKind, *, context: int = 0, sequence: int = 0, tag: int = 0
     return _HEADER.pack(kind, tag, sequence & 0xFFFFFFFF, context, length)
 
 
-def decode(buffer: bytearray, offset: int) -> Header:
+def decode(buffer: memoryview, offset: int) -> Header:
     """Return the frame header whose bytes begin at `offset` of `buffer`.
 
     Raises:
@@ -112,8 +112,8 @@ def decode(buffer: bytearray, offset: int) -> Header:
 
 
 DIRECT_BYTES = 64 * 1024
-"""Messages with more bytes than this are read from the socket straight into the receiver's array, if the receiver waits
-for them already."""
+"""Size in bytes above which a message is read from the socket straight into the receiver's array, if the receiver
+already waits for it."""
 
 
 class _PostedReceive:
@@ -125,7 +125,7 @@ class _PostedReceive:
 
 
 class Inbox:
-    """Queue of the messages that one communicator has received from one sender, for its operations."""
+    """Queue of the messages that one communicator has received from one sender and not yet used in an operation."""
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[int, memoryview]] = deque()
@@ -233,12 +233,14 @@ class Mailbox:
 
 _INBOUND_BYTES = 64 * 1024
 
+_NOTHING = memoryview(b"")
+
 COALESCED_BYTES = 4096
-"""Messages of up to this many bytes are copied behind their header. The kernel sends one buffer faster than two."""
+"""Size in bytes up to which a message is copied into one buffer with its header, because the kernel sends one buffer
+faster than two."""
 
 COPIED_BYTES = 64 * 1024
-"""If at most this many bytes of a message are unsent, they are copied, so that the sender may reuse its array at
-once."""
+"""Size in bytes up to which the unsent rest of a message is copied, so that the sender may reuse its array."""
 
 _MAX_READ_BYTES = 8 * 1024**2
 """Largest number of bytes to read from one connection before the other connections are read."""
@@ -264,6 +266,22 @@ class Connection:
         ended: True once nothing more can be received.
     """
 
+    # Without a dict, because a rank of a large job has thousands of connections, most of which carry no messages.
+    __slots__ = (
+        "_filled",
+        "_header",
+        "_payload",
+        "_queue",
+        "_rest",
+        "_send_lock",
+        "_socket",
+        "ended",
+        "has_received",
+        "last_read_s",
+        "rank",
+        "received_bye",
+    )
+
     def __init__(self, sock: socket.socket, rank: int, *, silence_s: float | None = None) -> None:
         """Take ownership of the socket.
 
@@ -282,13 +300,11 @@ class Connection:
         self._socket, self.rank = sock, rank
         self.last_read_s = time.monotonic()
         self.received_bye = self.ended = self.has_received = False
-        self._send_lock = free_in_forked_children(threading.Lock())
-        self._queue: deque[tuple[list[memoryview], Sending]] = deque()
-        self._inbound = bytearray(_INBOUND_BYTES)
-        self._inbound_view = memoryview(self._inbound)
-        self._begin = self._end = 0
+        self._send_lock = threading.Lock()  # `close_in_child` frees it
+        self._queue: list[tuple[list[memoryview], Sending]] = []
+        self._rest = b""  # beginning of a header that has not arrived completely
         self._header: Header | None = None
-        self._payload = memoryview(b"")
+        self._payload = _NOTHING
         self._filled = 0
 
     def fileno(self) -> int:
@@ -331,7 +347,7 @@ class Connection:
                     self._queue[0] = rest, sending
                     return
                 sending.done = True
-                self._queue.popleft()
+                del self._queue[0]
         finally:
             self._send_lock.release()
 
@@ -361,10 +377,10 @@ class Connection:
         Raises:
             CommError: an invalid frame was received.
         """
-        total = 0
+        buffer, total = receiver.inbound, 0
         while total < _MAX_READ_BYTES:
-            direct = self._header is not None and self._begin == self._end
-            into = self._payload[self._filled :] if direct else self._inbound_view[self._end :]
+            direct, kept = self._header is not None, len(self._rest)
+            into = self._payload[self._filled :] if direct else buffer[kept:]
             try:
                 count = self._socket.recv_into(into)
             except BlockingIOError:
@@ -378,52 +394,33 @@ class Connection:
             self.last_read_s, self.has_received = time.monotonic(), True
             if direct:
                 self._filled += count
-                self._complete(receiver)
+                if self._filled == len(self._payload):
+                    header, payload = self._header, self._payload
+                    self._header, self._payload = None, _NOTHING
+                    assert header is not None
+                    receiver.deliver(self.rank, header, payload)
             else:
-                self._end += count
-                self._parse(receiver)
+                buffer[:kept] = self._rest
+                self._parse(receiver, buffer[: kept + count])
             if count < len(into):
                 return
 
-    def _parse(self, receiver: Links) -> None:
-        while True:
-            if self._header is None:
-                if self._end - self._begin < HEADER_BYTES:
-                    break
-                header = decode(self._inbound, self._begin)
-                begin = self._begin + HEADER_BYTES
-                # If the whole frame is in the buffer, deliver it from there. Most short messages take this fast path.
-                if header.length <= self._end - begin:
-                    self._begin = begin + header.length
-                    receiver.deliver(self.rank, header, memoryview(bytes(self._inbound_view[begin : self._begin])))
-                    continue
-                self._begin, self._header = begin, header
-                self._payload, self._filled = receiver.place(self.rank, header), 0
-            count = min(len(self._payload) - self._filled, self._end - self._begin)
-            if count:
-                self._payload[self._filled : self._filled + count] = self._inbound_view[
-                    self._begin : self._begin + count
-                ]
-                self._filled += count
-                self._begin += count
-            if not self._complete(receiver):
-                break
-        if self._begin == self._end:
-            self._begin = self._end = 0
-        elif self._begin > _INBOUND_BYTES // 2:
-            left = self._end - self._begin
-            self._inbound[:left] = self._inbound[self._begin : self._end]
-            self._begin, self._end = 0, left
-
-    def _complete(self, receiver: Links) -> bool:
-        """Deliver the frame that is being read if its payload is complete. Return whether the payload was complete."""
-        assert self._header is not None
-        if self._filled < len(self._payload):
-            return False
-        header, payload = self._header, self._payload
-        self._header, self._payload = None, memoryview(b"")
-        receiver.deliver(self.rank, header, payload)
-        return True
+    def _parse(self, receiver: Links, data: memoryview) -> None:
+        """Deliver the complete frames in `data`. Keep the beginning of an incomplete one."""
+        begin = 0
+        while len(data) - begin >= HEADER_BYTES:
+            header = decode(data, begin)
+            begin += HEADER_BYTES
+            end = begin + header.length
+            if end > len(data):
+                self._header, self._payload = header, receiver.place(self.rank, header)
+                self._filled = len(data) - begin
+                self._payload[: self._filled] = data[begin:]
+                begin = len(data)
+            else:
+                receiver.deliver(self.rank, header, memoryview(bytes(data[begin:end])))
+                begin = end
+        self._rest = bytes(data[begin:])
 
     def stop_sending(self) -> None:
         """Shut down the sending side. The peer reads the end of the stream after the last message."""
@@ -433,6 +430,11 @@ class Connection:
     def close(self) -> None:
         """Close the socket in this process. A second call does nothing."""
         self._socket.close()
+
+    def close_in_child(self) -> None:
+        """Close the socket in a forked child. Free the lock, because a thread may have held it at the fork."""
+        self._send_lock._at_fork_reinit()  # type: ignore[attr-defined]  # all lock types have it
+        self.close()
 
 
 BEATS = 6
@@ -456,6 +458,7 @@ class Links:
     Attributes:
         failures: failure board, on which the loss of a rank is reported to all threads of this rank.
         read_lock: held by the thread that reads the sockets and delivers messages.
+        inbound: buffer of the reading thread.
     """
 
     def __init__(
@@ -467,8 +470,8 @@ class Links:
             rank: rank of this process.
             sockets: authenticated connections by the rank of the peer.
             heartbeat_s: seconds without a message after which a rank counts as lost. None = never.
-            first_s: limit for the first message of a rank, in seconds, if longer than `heartbeat_s`. It may be longer,
-                because a rank sends nothing before it is connected to all other ranks.
+            first_s: seconds without a first message after which a rank counts as lost, if longer than `heartbeat_s`. A
+                rank sends nothing before it is connected to all other ranks, which may take long.
         """
         self.rank, self.size = rank, len(sockets) + 1
         self.failures = FailureBoard()
@@ -477,6 +480,7 @@ class Links:
         self._freed: set[int] = {MESH}
         self._backlogged: set[Connection] = set()
         self.read_lock = free_in_forked_children(threading.Lock())
+        self.inbound = memoryview(bytearray(_INBOUND_BYTES))
         self._readable, self._hung_up = select.epoll(), select.epoll()
         self._by_descriptor: dict[int, Connection] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -493,7 +497,7 @@ class Links:
         self._thread = threading.Thread(target=self._watch, name="sirtaki-mesh", daemon=True)
         if self._connections:
             in_forked_children(self, Links.close_in_child)
-            self._thread.start()
+            start_thread(self._thread)
 
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -548,6 +552,10 @@ class Links:
             self._drop(connection)
             self._report_lost(connection.rank, f"rank {self.rank} received bad data from rank {connection.rank}: {err}")
             return
+        except BaseException:  # such as KeyboardInterrupt, which may have cut a message that was being read
+            self._drop(connection)
+            self._report_lost(connection.rank, f"rank {self.rank} was interrupted while it read from {connection.rank}")
+            raise
         if connection.ended:
             self._drop(connection)
             if not connection.received_bye:
@@ -682,7 +690,7 @@ class Links:
     def close_in_child(self) -> None:
         """Close the copies of the sockets in a forked child, because open copies keep the connections alive."""
         for connection in self._connections.values():
-            connection.close()
+            connection.close_in_child()
 
 
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -692,7 +700,7 @@ SHORT_BYTES = 32 * 1024
 latency dominates their time."""
 
 IDEMPOTENT = frozenset({Op.AND, Op.MINIMUM, Op.MAXIMUM})
-"""Reduction operations whose result does not change if a value is reduced twice."""
+"""Idempotent reduction operations: the result does not change if a value is reduced twice."""
 
 Steps = Iterator[None]
 Bytes = npt.NDArray[np.uint8]
@@ -728,7 +736,7 @@ class Exchange:
 
 
 def until_sent(*sendings: Sending) -> Steps:
-    """Yield until the caller may reuse the memory of all these messages."""
+    """Yield until the caller may reuse the memory of the messages that are being sent."""
     for sending in sendings:
         while not sending.done:
             yield
@@ -749,18 +757,30 @@ def disseminate(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def recursive_doubling(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce a short array in place by recursive doubling, over 2ⁿ ranks.
+    """All-reduce a short array in place by recursive doubling.
 
-    In each step, two ranks exchange their arrays and compute the same sum, so results are equal on all ranks.
+    In each step, two ranks exchange their arrays and compute the same sum, so results are equal on all ranks. If there
+    are more than 2ⁿ ranks, each rank from 2ⁿ on first sends its array to a lower rank, which returns the result.
     """
-    other, distance = np.empty_like(array), 1
-    while distance < exchange.size:
-        partner = exchange.rank ^ distance
+    other, distance, rank = np.empty_like(array), 1, exchange.rank
+    power = 2 ** (exchange.size.bit_length() - 1)
+    if rank >= power:
+        yield from until_sent(exchange.send(array, rank - power))
+        yield from exchange.receive(array, rank - power)
+        return
+    if rank + power < exchange.size:
+        yield from exchange.receive(other, rank + power)
+        UFUNCS[op](array, other, out=array)
+    while distance < power:
+        partner = rank ^ distance
         sending = exchange.send(array, partner)
         yield from exchange.receive(other, partner)
         yield from until_sent(sending)
-        UFUNCS[op](array, other, out=array)
+        # In the order of ranks on both, because a sum of two NaNs is the first of them.
+        UFUNCS[op](*((array, other) if rank < partner else (other, array)), out=array)
         distance *= 2
+    if rank + power < exchange.size:
+        yield from until_sent(exchange.send(array, rank + power))
 
 
 def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
@@ -775,7 +795,7 @@ def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
     begin = [0, *accumulate(counts)]
 
     def parts(first: int, number: int) -> list[Array]:
-        """Return the parts of `number` ranks, beginning at rank `first`, as one view, or two if they wrap around."""
+        """Return the parts of `number` ranks from rank `first` on: one view, or two if rank 0 follows the last rank."""
         over = max(0, first + number - size)
         pieces = [whole[begin[first] : begin[first + number - over]]]
         return pieces if not over else [*pieces, whole[: begin[over]]]
@@ -833,10 +853,9 @@ def all_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
     if array.nbytes <= SHORT_BYTES:
         if op in IDEMPOTENT:
             return disseminate(exchange, array, op)
-        if size & (size - 1) == 0:
-            return recursive_doubling(exchange, array, op)
-        if array.nbytes * size <= SHORT_BYTES:
+        if size & (size - 1) and array.nbytes * size <= SHORT_BYTES:
             return gather_and_reduce(exchange, array, op)
+        return recursive_doubling(exchange, array, op)
     return reduce_in_parts(exchange, array, op)
 
 
@@ -901,7 +920,8 @@ class MeshCommunicator:
             context: id of this communicator, equal on all its ranks and unique in the mesh.
         """
         self._links, self._context = links, context
-        self._members = tuple(range(links.size) if members is None else members)
+        # Keep a range, because its `index` does not search.
+        self._members: Sequence[int] = range(links.size) if members is None else members
         self.rank, self.size = self._members.index(links.rank), len(self._members)
         self.failures = links.failures
         self._mailbox = links.open(context)
@@ -914,14 +934,14 @@ class MeshCommunicator:
 
     def subset(self, ranks: Sequence[int]) -> MeshCommunicator:
         """Open a communicator over `ranks`, without a message."""
-        return self._derive(f"of {','.join(map(str, ranks))}", [self._members[rank] for rank in ranks])
+        return self._derive(f"of {','.join(map(str, ranks))}", tuple(self._members[rank] for rank in ranks))
 
     def _derive(self, how: str, members: Sequence[int]) -> MeshCommunicator:
         self._opened[how] += 1
         return MeshCommunicator(self._links, members, _context_id(f"{self._context} {how} {self._opened[how]}"))
 
     def free(self) -> None:
-        """Free this communicator, without a message. If it has all ranks, close the connections."""
+        """Free this communicator, without a message. If it is that of all ranks, close the TCP connections."""
         if self._context == WORLD:
             self._links.close()
         self._links.free(self._context)
@@ -1027,6 +1047,6 @@ def _view(array: Array) -> memoryview:
 
 
 def _context_id(origin: str) -> int:
-    """Return a communicator's id: a 64-bit hash of `origin`, the text that says how it was opened."""
+    """Return a communicator's id: a 64-bit hash of `origin`, a text with its parent's id and the opening call."""
     number = int.from_bytes(hashlib.blake2b(origin.encode(), digest_size=8).digest(), "little")
     return max(number, WORLD + 1)

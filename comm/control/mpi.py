@@ -24,7 +24,7 @@ from sirtaki.machine import at_exit, forget_at_exit
 
 from .communicator import Array, Backend, Communicator, Op, Test
 from .failure import FailureBoard
-from .waiting import Deadline, Poll, wait_for
+from .waiting import Deadline, Poll, start_thread, wait_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,7 +44,7 @@ def load_mpi() -> Any:
             _exclude_fabric_component()
         finalizes = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
         if finalizes:
-            # Let `at_exit` call MPI_Finalize instead of mpi4py, because `skip_finalize` can cancel that call.
+            # Let `at_exit`, not mpi4py, call MPI_Finalize, because `skip_finalize` can cancel a call by `at_exit`.
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
@@ -244,8 +244,8 @@ def _test(request: MPI.Request, *arrays: object) -> Test:
 T = TypeVar("T")
 
 EXIT_GAP_S, EXIT_LIMIT_S = 0.2, 2.0
-"""If a job fails, ranks exit one after another: seconds between the exits of two successive ranks, and largest time
-between the first and the last exit."""
+"""Seconds between the exits of two successive ranks of a failed job, which exit one after another, and longest time in
+seconds between the exits of the first and the last rank."""
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
@@ -331,7 +331,7 @@ class Survivors:
         # fails with an internal error in Open MPI 5.0.
         thread = threading.Thread(target=shrink, name="sirtaki-shrink", daemon=True)
         begin_s = time.monotonic()
-        thread.start()
+        start_thread(thread)
         thread.join(timeout_s)
         if not results:
             raise CommError(

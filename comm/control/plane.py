@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import copy
 import datetime
+import hashlib
 import pickle
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError
-from sirtaki.machine import LOOPBACK, allowed_processors, host_identity, own_addresses, serve_store
+from sirtaki.errors import CommError, ConfigError, MismatchError, SirtakiError, TransportError, require
+from sirtaki.machine import LOOPBACK, allowed_processors, explained, host_identity, own_addresses, serve_store
 
 from .communicator import Communicator, Op, Test
 from .failure import FailureBoard
@@ -89,8 +93,8 @@ def align_clocks(control: ControlPlane) -> float:
 
 
 _FIRST_BYTES, _LENGTH_BYTES = 256, 8
-"""Bytes that `gather` sends per rank in its first all-gather, and how many of them hold the length of the pickled
-value. The rest holds the value itself if it fits."""
+"""Size in bytes of each rank's message in the first all-gather of `gather`, and size of its first field: the length of
+the pickled value. The rest of the message is the value itself if it fits."""
 
 
 def gather(value: Any, *, comm: Communicator) -> list[Any]:
@@ -117,9 +121,9 @@ def gather(value: Any, *, comm: Communicator) -> list[Any]:
 
 
 def _peers_with_mark(rank: int, marks: Sequence[int]) -> list[int]:
-    """Return the ranks whose mark (such as the number of their node) equals that of `rank`, in ascending order.
+    """Return the ranks with the same mark as `rank`, in ascending order.
 
-    `marks` has the mark of each rank, by rank.
+    `marks` are integers by rank, such as the number of each rank's node.
     """
     return [other for other, mark in enumerate(marks) if mark == marks[rank]]
 
@@ -128,6 +132,9 @@ LIMIT_S = 300.0
 """Timeout in seconds for connecting to a key-value store (`TCPStore`), and for each of the store's answers."""
 
 CONNECT_TIMEOUT_S, CONNECTIONS = 3.0, 3
+APART_S = 100e-6
+"""Seconds between the connections of two consecutive ranks to rank 0, so that they do not overflow its queue."""
+
 ATTEMPT_S, RETRY_INTERVAL_S = 1.0, 0.05
 """Time limit of one attempt to connect to a key-value store, and pause before the next attempt, in seconds. If the job
 fails, the pause ends early, but a running attempt does not."""
@@ -135,25 +142,29 @@ fails, the pause ends early, but a running attempt does not."""
 
 @dataclass(slots=True)
 class _Rendezvous:
-    """Key-value store that rank 0 serves, so that process groups can connect. Opened on first use.
+    """Addresses of rank 0 and of this host, and a key-value store that rank 0 serves for process groups.
 
-    A control plane shares it with its scopes (views of the control plane, one for each communicating component).
+    A control plane shares them with its scopes (views of the control plane, one for each communicating component).
 
     Attributes:
         store: the key-value store. None before first use.
+        server: address of rank 0 at which this rank reaches it. "" before first use.
         own_address: address of this host at which peers reach it.
         round_trip_s: longest network round trip between rank 0 and a peer, in seconds.
         prefixes: number of key prefixes that `ControlPlane.next_prefix` has returned.
     """
 
     store: TCPStore | None = None
+    server: str = ""
     own_address: str = LOOPBACK
     round_trip_s: float = 0.0
     prefixes: int = 0
 
 
-def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
+def reach(candidates: Sequence[str], port: int, *, of: str = "rank 0") -> tuple[str, str, float]:
     """Find the first address that accepts connections at a port, and measure the round trip to it.
+
+    `candidates` are the addresses of one process, which `of` names in error messages.
 
     The round trip is measured as the time of a TCP connect, because the remote kernel answers it without waking a
     process.
@@ -177,7 +188,7 @@ def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
         except OSError as err:
             tried.append(f"{candidate}:{port} ({err})")
     raise CommError(
-        f"rank 0 cannot be reached at {', '.join(tried) or 'any address'}; "
+        f"{of} cannot be reached at {', '.join(tried) or 'any address'}; "
         "set SIRTAKI_GLOO_IFACE to the network interface between the hosts"
     )
 
@@ -242,24 +253,25 @@ class ControlPlane:
         self._interface = interface
         self.comm = comm.duplicate()
         self.backend, self.rank, self.size = comm.backend, comm.rank, comm.size
-        if local_size is not None and self.size % local_size:
-            raise ConfigError(
-                f"SIRTAKI_LOCAL_SIZE={local_size} (ranks per simulated node) must divide the number of ranks, "
-                f"{self.size}"
-            )
-        self.host_names: list[str] = self.all_gather(socket.gethostname())
-        identities = self.all_gather((self.comm.same_host(), *host_identity()))
-        self.hosts = [identities.index(identity) for identity in identities]
+        valid = local_size is None or self.size % local_size == 0
+        require(valid, "SIRTAKI_LOCAL_SIZE", f"a divisor of the number of ranks, {self.size}", local_size)
+        gathered = self.all_gather((socket.gethostname(), (self.comm.same_host(), *host_identity())))
+        self.host_names: list[str] = [name for name, _ in gathered]
+        first: dict[object, int] = {}
+        self.hosts = [first.setdefault(identity, rank) for rank, (_, identity) in enumerate(gathered)]
         if self.hosts.count(self.hosts[self.rank]) > len(allowed_processors()):
             self.failures.oversubscribed = True
         nodes = self.hosts if local_size is None else [rank // local_size for rank in range(self.size)]
         self.node_ranks = _peers_with_mark(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
-        self.local_sizes = [nodes.count(node) for node in nodes]
+        before: Counter[int] = Counter()  # ranks counted so far, by node
+        local_ranks = []
+        for node in nodes:
+            local_ranks.append(before[node])
+            before[node] += 1
+        self.local_sizes = [before[node] for node in nodes]
         self.in_order = nodes == sorted(nodes)
-        cross_ranks = _peers_with_mark(
-            self.rank, [_peers_with_mark(rank, nodes).index(rank) for rank in range(self.size)]
-        )
+        cross_ranks = _peers_with_mark(self.rank, local_ranks)
         self.cross_rank, self.cross_size = cross_ranks.index(self.rank), len(cross_ranks)
         self.node, self.cross = self.comm.subset(self.node_ranks), self.comm.subset(cross_ranks)
         self._rendezvous = _Rendezvous()
@@ -323,7 +335,7 @@ class ControlPlane:
         All ranks free them in the same order.
         """
         if not self._scopes:
-            # All ranks return here or none does, because they open scopes in the same order.
+            # Returning without the collective is safe: ranks open scopes in the same order, so all have none.
             return
         released = self.minimum(np.array([float(scope._close_collectively is not None) for scope in self._scopes])) > 0
         kept = []
@@ -336,11 +348,41 @@ class ControlPlane:
                 kept.append(scope)
         self._scopes = kept
 
-    def store(self) -> tuple[TCPStore, str]:
-        """Return the key-value store through which process groups connect. Collective at the first call.
+    def address(self) -> str:
+        """Return the address of this host at which peers reach it. Collective at the first call.
 
-        Returns:
-            The store, and the address of this host at which peers reach it.
+        Raises:
+            ConfigError: rank 0 lacks the network interface that the user named. Raised on all ranks.
+            TransportError: a rank cannot reach rank 0. Raised on all ranks.
+        """
+        rendezvous = self._rendezvous
+        if not rendezvous.server:
+            listener, offer = self._listen() if self.rank == 0 else (None, None)
+            try:
+                found: tuple[list[str], int] | SirtakiError = self.broadcast(offer)
+                if isinstance(found, SirtakiError):
+                    raise found
+                problem, server, own_address, round_trip_s = "", LOOPBACK, "", 0.0
+                if self.rank == 0:
+                    server = own_address = found[0][0] if found[0] else LOOPBACK
+                else:
+                    try:
+                        time.sleep(APART_S * self.rank)
+                        server, own_address, round_trip_s = reach(*found)
+                    except (CommError, OSError) as err:
+                        problem = str(err)
+                self.agree_on_success(problem)
+            finally:
+                if listener is not None:
+                    with suppress(OSError):
+                        listener.shutdown(socket.SHUT_RDWR)
+                    listener.close()
+            rendezvous.round_trip_s = float(self.maximum(np.array([round_trip_s]))[0])
+            rendezvous.server, rendezvous.own_address = server, own_address
+        return rendezvous.own_address
+
+    def store(self) -> TCPStore:
+        """Return the key-value store through which PyTorch's process groups connect. Collective at the first call.
 
         Raises:
             ConfigError: rank 0 lacks the network interface that the user named. Raised on all ranks.
@@ -348,39 +390,55 @@ class ControlPlane:
         """
         rendezvous = self._rendezvous
         if rendezvous.store is None:
-            offer = self._serve() if self.rank == 0 else None
-            found: tuple[list[str], int] | SirtakiError = self.broadcast(offer)
-            if isinstance(found, SirtakiError):
-                raise found
-            problem, round_trip_s = "", 0.0
-            if self.rank != 0:
+            self.address()
+            problem, store = "", None
+            if self.rank == 0:
                 try:
-                    server, rendezvous.own_address, round_trip_s = reach(*found)
-                    rendezvous.store = connect_to_store(server, found[1], failures=self.failures)
+                    addresses = self._addresses()
+                    at = addresses[0] if len(addresses) == 1 else "0.0.0.0"
+                    store = serve_store(at, timeout=datetime.timedelta(seconds=LIMIT_S))
+                except (OSError, RuntimeError) as err:
+                    problem = f"rank 0 cannot open a store: {err}"
+            port = self.broadcast(0 if store is None else store.port)
+            if self.rank != 0 and port:
+                try:
+                    store = connect_to_store(rendezvous.server, port, failures=self.failures)
                 except (CommError, OSError, RuntimeError) as err:
                     problem = str(err)
             self.agree_on_success(problem)
-            rendezvous.round_trip_s = float(self.maximum(np.array([round_trip_s]))[0])
+            rendezvous.store = store
         assert rendezvous.store is not None
-        return rendezvous.store, rendezvous.own_address
+        return rendezvous.store
 
     @property
     def round_trip_s(self) -> float:
-        """Return the longest network round trip between rank 0 and a peer, in seconds. 0.0 before the first `store`."""
+        """Return the longest network round trip between rank 0 and a peer, in seconds. 0.0 = not measured yet."""
         return self._rendezvous.round_trip_s
 
-    def _serve(self) -> tuple[list[str], int] | SirtakiError:
-        """Start to serve the key-value store on this rank. Return the store's addresses and port, or the error."""
-        rendezvous, limit = self._rendezvous, datetime.timedelta(seconds=LIMIT_S)
+    def _addresses(self) -> list[str]:
+        return [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
+
+    def _listen(self) -> tuple[socket.socket | None, tuple[list[str], int] | SirtakiError]:
+        """Listen, and close each accepted connection. Return the listener, and its addresses and port, or an error."""
         try:
-            addresses = [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
-            rendezvous.store = serve_store(addresses[0] if len(addresses) == 1 else "0.0.0.0", timeout=limit)
+            addresses = self._addresses()
+            listener = socket.create_server((addresses[0] if len(addresses) == 1 else "0.0.0.0", 0), backlog=512)
         except ConfigError as err:
-            return err
-        except (OSError, RuntimeError) as err:
-            return TransportError(f"rank 0 cannot open a store: {err}")
-        rendezvous.own_address = addresses[0] if addresses else LOOPBACK
-        return addresses, rendezvous.store.port
+            return None, err
+        except OSError as err:
+            return None, TransportError(f"rank 0 cannot listen for connections: {err}")
+
+        def accept() -> None:
+            with suppress(OSError):  # raised once the listener is closed
+                while True:
+                    listener.accept()[0].close()
+
+        try:
+            threading.Thread(target=accept, name="sirtaki-reach", daemon=True).start()
+        except RuntimeError as err:
+            listener.close()
+            return None, TransportError(f"rank 0 cannot listen for connections: {explained(err)}")
+        return listener, (addresses, listener.getsockname()[1])
 
     def next_prefix(self) -> str:
         """Return an unused prefix for keys in the store. Equal on all ranks if they call this in the same order."""
@@ -424,6 +482,12 @@ class ControlPlane:
         Raises:
             MismatchError: the values differ. The message names the ranks that differ from rank 0.
         """
+        # Compare hashes of 96 bits first, because gathering the values takes time on many ranks.
+        digest = hashlib.blake2b(str(value).encode(), digest_size=12).digest()
+        parts = np.array([float(int.from_bytes(part, "little")) for part in (digest[:6], digest[6:])])
+        lowest = self.minimum(np.concatenate([parts, -parts]))
+        if np.array_equal(lowest[:2], -lowest[2:]):
+            return
         values = self.all_gather(value)
         different = [f"rank {rank} has {other}" for rank, other in enumerate(values) if other != values[0]]
         if different:
@@ -439,6 +503,8 @@ class ControlPlane:
             TransportError: a rank has a problem. The message lists rare problems first, because common ones may be
                 their consequences.
         """
+        if not self.maximum(np.array([float(bool(problem))]))[0]:
+            return
         problems: list[str] = self.all_gather(problem)
         failed = sorted((problems.count(text), rank) for rank, text in enumerate(problems) if text)
         found = [f"rank {rank}: {problems[rank]}" for _, rank in failed]

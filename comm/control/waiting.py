@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from sirtaki.errors import CommError
+from sirtaki.errors import CommError, ResourceLimitError
+from sirtaki.machine import explained
 
 from .failure import FailureBoard, fresh
 
@@ -69,15 +70,16 @@ NEVER = Deadline(math.inf)
 
 
 class Poll(Enum):
-    """How often a wait evaluates its condition.
+    """Intervals at which a wait evaluates its condition.
 
-    Each value is the first and the longest sleep between two evaluations, in seconds. Sleeps double.
+    Each value is (first, longest) sleep between two evaluations, in seconds. Each sleep is twice as long as the one
+    before.
     """
 
     SPIN = 20e-6, 1e-3
     """For messages of other ranks: the thread evaluates the condition without pause before it sleeps."""
     SLICES = 1e-3, WAIT_SLICE_S
-    """For other threads, and for conditions that need a system call: each evaluation is expensive."""
+    """For waits on other threads, and for conditions whose evaluation is expensive, because it needs a system call."""
     SLOW = 50e-3, 100e-3
     """For processes and hosts, which take seconds to change their state."""
 
@@ -225,6 +227,18 @@ def leave_together(comm: Communicator, within_s: float) -> bool:
     return wait_for(comm.barrier(), Deadline.after(within_s), failures=comm.failures)
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        ResourceLimitError: the process may not have more threads.
+    """
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as err:
+        raise ResourceLimitError(f"the thread {thread.name} cannot be started: {explained(err)}") from None
+
+
 def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callable[[T], object]) -> T:
     """Run a blocking call in a thread of its own, and return its result. If the job fails first, abandon the thread.
 
@@ -251,7 +265,7 @@ def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callabl
             else:
                 undo(result)
 
-    threading.Thread(target=run, name="sirtaki-opening", daemon=True).start()
+    start_thread(threading.Thread(target=run, name="sirtaki-opening", daemon=True))
     while not futures.wait([outcome], WAIT_SLICE_S).done:
         if failures.error is not None and outcome.cancel():
             failures.raise_if_failed()

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -24,7 +24,7 @@ from sirtaki.machine import free_in_forked_children
 
 from .communicator import Communicator
 from .failure import FailureBoard
-from .waiting import Deadline, Poll, wait_for
+from .waiting import Deadline, Poll, start_thread, wait_for
 
 
 class Tag(IntEnum):
@@ -43,7 +43,10 @@ class Tag(IntEnum):
     ITERATION = 6
     """The sender is in an iteration of an optimizer. The receiver, which has called `join()`, must take part."""
     BLOCKED = 7
-    """Report of a long wait of the sender. The receiver stops its own wait if the ranks would wait for ever."""
+    """The sender reports what it has long waited for. If it waits for the receiver, which waits too, the receiver stops
+    its own wait to end the deadlock."""
+    OWN_TIME = 8
+    """The sender reports to rank 0 the seconds per iteration in which it does not wait for other ranks."""
 
 
 class MessageBoard:
@@ -80,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 ANSWER_S = 3.0
-"""Seconds that the other ranks have to answer a watchdog's question what they are doing (`Tag.WHERE`)."""
+"""Time limit in seconds for the answers of other ranks to a watchdog's question (`Tag.WHERE`)."""
 
 MAX_FAILURES = 5
 """Number of checks in a row that raise an error, after which the watchdog stops."""
@@ -89,7 +92,8 @@ MAX_NAMED = 4
 """Largest number of missing ranks that a stall warning names one by one."""
 
 LEAVE_GRACE_S = 10.0
-"""Seconds for which a rank may continue to wait after one of the ranks that it waits for has ended its script."""
+"""Seconds for which a rank continues to wait after another rank has ended its script. After this time, the wait
+fails."""
 
 LIBRARIES = ("torch", "sirtaki", "importlib")
 """Packages that do not count as user code when the watchdog looks for the line of user code that runs."""
@@ -116,7 +120,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, courier: MessageBoard, failures: FailureBoard, *, warning_s: float, shutdown: Callable[[], float | None]
+        self,
+        courier: MessageBoard,
+        failures: FailureBoard,
+        *,
+        warning_s: float,
+        shutdown: Callable[[], float | None],
+        also: Callable[[], object] = lambda: None,
     ) -> None:
         """Start the watchdog's thread, unless there is only one rank.
 
@@ -126,9 +136,10 @@ class Watchdog:
             warning_s: length of a wait after which a warning is logged.
             shutdown: returns the length of a wait in seconds after which the job fails, or None for never. Called at
                 each check, because the limit may change.
+            also: called at each check. Must not block.
         """
         self._courier, self.failures = courier, failures
-        self._warning_s, self._shutdown = warning_s, shutdown
+        self._warning_s, self._shutdown, self._also = warning_s, shutdown, also
         self._waits: list[Callable[[], PendingWait | None]] = []
         self._progress: list[Callable[[], str]] = []
         self._ended_ranks: dict[int, float] = {}
@@ -139,7 +150,7 @@ class Watchdog:
         self._main_thread = threading.main_thread().ident
         self._thread = threading.Thread(target=self._run, name="sirtaki-watchdog", daemon=True)
         if courier.size > 1:
-            self._thread.start()
+            start_thread(self._thread)
 
     def watch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
         """Register two functions that describe the state of this rank. The watchdog's thread calls both.
@@ -220,11 +231,12 @@ class Watchdog:
     def _check(self) -> None:
         self._read_messages()
         self._check_for_stalls()
-        # Run the wait callback here, because the waiting thread may be in code that does not run it.
+        self._also()
+        # Run the wait callback here, because the waiting thread may be in code that does not, such as PyTorch's.
         self.failures.run_wait_callback()
 
-    def _read_messages(self) -> bool:
-        """Read messages, answer questions, and return whether all ranks have answered this rank's last question."""
+    def _read_messages(self) -> None:
+        """Read messages, and answer questions."""
         courier = self._courier
         for rank, _ in courier.receive(Tag.WHERE):
             courier.send(rank, Tag.HERE, self.describe() or "runs no line of its script")
@@ -233,7 +245,6 @@ class Watchdog:
             self._ended_ranks.setdefault(rank, time.monotonic())
         for _, (kind, message) in courier.receive(Tag.LOST):
             self.failures.report(kind(message))
-        return len(self._answers) == self._courier.size - 1
 
     def _check_for_stalls(self) -> None:
         if self.failures.error is not None:
@@ -253,36 +264,54 @@ class Watchdog:
                     )
                 )
             elif shutdown_s is not None and waited_s > shutdown_s:
-                self.fail(StallError(self._report(wait, waited_s)[0]))
+                self.fail(StallError(self._report(wait, waited_s)))
             elif waited_s > self._warning_s and (wait.what, wait.since_s) not in self._warned:
                 self._warned.add((wait.what, wait.since_s))
-                text, is_lowest = self._report(wait, waited_s)
-                logger.log(logging.WARNING if is_lowest else logging.DEBUG, "%s", text)
+                if self._is_lowest_waiting(wait):
+                    logger.warning("%s", self._report(wait, waited_s))
 
-    def _report(self, wait: PendingWait, waited_s: float) -> tuple[str, bool]:
-        """Ask all ranks what they are doing.
+    def _ask(self, ranks: Sequence[int]) -> None:
+        """Ask ranks what they are doing, and wait for their answers."""
+        self._answers = {}  # may also receive late answers of ranks that were asked before
+        for rank in ranks:
+            self._courier.send(rank, Tag.WHERE)
 
-        Returns:
-            The answers in one line, and whether this rank is the lowest one that waits for the operation `wait.what`.
-            Only that rank logs a warning.
+        def all_have_answered() -> bool:
+            self._read_messages()
+            return all(rank in self._answers for rank in ranks) or self._closing.is_set()
+
+        wait_for(all_have_answered, Deadline.after(ANSWER_S), Poll.SLICES)
+
+    def _is_lowest_waiting(self, wait: PendingWait) -> bool:
+        """Return whether no lower rank waits for the operation `wait.what`. Only the lowest rank logs a warning.
+
+        Asks few ranks at first, because rank 0 usually waits, too. So not every rank asks all others.
         """
-        self._answers = {}
-        self._courier.send_all(Tag.WHERE)
-        wait_for(self._read_messages, Deadline.after(ANSWER_S), Poll.SLICES)
-        missing, waiting = [], [self._courier.rank]
-        for rank in range(self._courier.size):
+        first, end = 0, self._courier.rank
+        while first < end:
+            asked = range(first, min(2 * first + 1, end))
+            self._ask(asked)
+            if any(self._answers.get(rank, "").startswith(f"waits for {wait.what}") for rank in asked):
+                return False
+            first = 2 * first + 1
+        return True
+
+    def _report(self, wait: PendingWait, waited_s: float) -> str:
+        """Ask all ranks what they are doing, and return the answers in one line."""
+        others = [rank for rank in range(self._courier.size) if rank != self._courier.rank]
+        self._ask(others)
+        missing = []
+        for rank in others:
             answer = self._answers.get(rank, "does not answer: it has exited or is stopped")
             if rank in self._ended_ranks:
                 answer = "has ended its script"
-            if answer.startswith(f"waits for {wait.what}"):
-                waiting.append(rank)
-            elif rank != self._courier.rank:
+            if not answer.startswith(f"waits for {wait.what}"):
                 missing.append(f"rank {rank} {answer}")
         text = f"rank {self._courier.rank} has waited {waited_s:.0f} s for {wait.what}"
         if missing:
             more = f"; and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
             text = "; missing: ".join([text, *missing[:MAX_NAMED]]) + more
-        return text, min(waiting) == self._courier.rank
+        return text
 
     def fail(self, error: CommError) -> None:
         """Fail the job with this error on all ranks."""

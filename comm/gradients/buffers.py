@@ -21,7 +21,7 @@ from ..transports.contract import FlatBuffer, ReduceOp
 
 
 def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a parameter's gradient: those of the parameter, made dense."""
+    """Return the strides of a parameter's gradient in autograd: dense, with the parameter's order of dimensions."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -35,7 +35,8 @@ class Reduction:
         postscale: factor after the reduction.
         wire_dtype: pairs of a gradient's dtype and the dtype in which it is sent. Other dtypes are sent unchanged.
         compression: lossy compression of the gradients in their wire dtype; None = none.
-        feedback: residuals of error feedback: what compression has left out of each gradient, added to the next one.
+        feedback: residuals of error feedback: the part of each gradient that compression has lost. It is added to the
+            parameter's next gradient.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -64,7 +65,7 @@ class FlatGroup:
         self, indices: list[int], params: Sequence[torch.Tensor], layout: GradientLayout, buffer: FlatBuffer
     ) -> None:
         self.indices, self.layout, self.buffer = indices, layout, buffer
-        # Give each place its parameter's strides, because autograd's gradients have them, as fused optimizers expect.
+        # Give each place the strides of an autograd gradient, because fused optimizers expect these strides.
         self.places = [
             buffer.tensor.as_strided(params[index].shape, dense_strides(params[index]), offset)
             for index, offset in zip(indices, layout.offsets, strict=False)
@@ -106,9 +107,10 @@ def _group_by_dtype(
 
 
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
-"""Reference count of a view (a tensor over a gradient's part of a flat buffer) to which user code does not refer.
+"""Reference count of a view (tensor over a gradient's part of a flat buffer) to which user code does not refer.
 
-Only the list `FlatBuffers.views` and a slice of it refer to the view then.
+`sys.getrefcount` then counts only the references from the list `FlatBuffers.views` and from the slice of it that is
+checked.
 """
 
 _USERS = count_storage_users or (lambda storage: 0)
@@ -125,9 +127,10 @@ class FlatBuffers:
     `model.half()` and similar calls replace the memory of the tensor in `.grad`, and a view has a version counter that
     changes only if user code writes.
 
-    User code may keep a reduced gradient after its place is used for the next one. A kept view gets memory of its own.
-    If another tensor shares the memory of a place (`p.grad.detach()`, `p.grad[0]`), the old value is saved, and copied
-    back once the reduced gradient has been copied out.
+    User code may keep an earlier `.grad` while the next iteration writes to the same place. If it keeps the view, the
+    view first gets memory of its own. If it keeps another tensor over the memory of the place (`p.grad.detach()`,
+    `p.grad[0]`), the old value of the place is saved. After the reduction, the reduced gradient is copied out of the
+    place, and the old value back into it.
 
     Attributes:
         order: index of the parameter at each position.
@@ -178,15 +181,16 @@ class FlatBuffers:
         self.places = [place_of[index] for index in order]
         self.lent: dict[int, torch.Tensor] = {}
         self.views = list(map(self._make_view, self.places))
-        # Keep each view's storage and the number of tensors that use it: a larger number later means that user code has
-        # made another tensor over this memory. An id is valid only while its storage is kept.
+        # Store for each view how many tensors use its storage. A larger number later means that user code has made
+        # another tensor over this memory. Keep the storage objects, too, because `_cdata` is valid only while they
+        # exist.
         self._storages = list(map(self._storage_of, self.views))
         self._storage_ids = [storage._cdata for storage in self._storages]
         self._users = list(map(_USERS, self._storage_ids))
         self.addresses = [place.data_ptr() for place in self.places]
         self._dtypes = [param.dtype for param in self.params]
-        # Record what `accept` compares: whether a place has another dtype than its parameter, so that it never becomes
-        # `.grad`, and the place's strides, except with one dimension, where all dense strides are equal.
+        # For `accept`: True for each place that cannot become `.grad`, because its dtype is not the parameter's. Also
+        # the strides of each place, or () with one dimension, because all dense strides are equal then.
         pairs = zip(self.places, self.params, strict=True)
         self._other_dtype = [place.dtype is not param.dtype for place, param in pairs]
         self._strides = [place.stride() if place.dim() > 1 else () for place in self.places]
@@ -194,7 +198,7 @@ class FlatBuffers:
 
     @property
     def layout_places(self) -> list[tuple[int, int]]:
-        """For each parameter, by index: number of the layout with its gradient, and the gradient's number in it."""
+        """Position of each parameter's gradient, by parameter index, as (index in `layouts`, index in that layout)."""
         places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
@@ -303,9 +307,9 @@ class FlatBuffers:
         return self.views[position]
 
     def preserve(self, positions: Sequence[int]) -> None:
-        """Save earlier gradients that user code still refers to. Call before these places are overwritten.
+        """Copy earlier gradients to which user code still refers, before the places of these gradients are overwritten.
 
-        The copies are made on the CUDA stream of user code, so that user code may read them at once.
+        The copies are made on the CUDA stream of user code, so that user code may read them without waiting.
         """
         for position in positions:
             if position in self.lent:
@@ -324,10 +328,10 @@ class FlatBuffers:
         return max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES
 
     def view_for_misfit(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the view of the flat buffer that may become `.grad` in place of a gradient that `accept` has refused.
+        """Return the view that may replace a gradient as `.grad`, although `accept` has returned False for it.
 
-        Return None if the gradient and its place differ in dtype or strides. Set `outdated` if they differ because the
-        parameter was changed after the buffers were made.
+        Return None if the gradient and its place in the flat buffer differ in dtype or strides. If the reason is that
+        the parameter was changed after the buffers were made, also set `outdated`.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
@@ -337,16 +341,16 @@ class FlatBuffers:
         if gradient.dtype is place.dtype and gradient.stride() == place.stride():
             return self.view(position)
         if gradient.dtype is place.dtype or gradient.dtype is not self._dtypes[position]:
-            self.outdated = True  # otherwise `Reduction.wire_dtype` requests the dtype of the place
+            self.outdated = True  # else the dtypes differ only because of `Reduction.wire_dtype`
         return None
 
     def _require_same_place(self, position: int, gradient: torch.Tensor) -> None:
         place = self.places[position]
         if gradient.device != place.device or gradient.shape != place.shape:
             raise ConfigError(
-                f"the gradient of parameter {self.names[position]} has shape {tuple(gradient.shape)} on "
-                f"{gradient.device}, but had {tuple(place.shape)} on {place.device} when DistributedOptimizer() was "
-                "called; move or resize the model before that call"
+                f"the gradient of parameter {self.names[position]} has the shape {tuple(gradient.shape)} on device "
+                f"{gradient.device}, but the shape {tuple(place.shape)} on device {place.device} was expected; move "
+                "or resize the model before you call DistributedOptimizer()"
             )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -357,7 +361,7 @@ class FlatBuffers:
                 self._device.launch(torch._foreach_copy_, targets, sources)
 
     def restore(self, positions: Sequence[int]) -> None:
-        """Copy values that `preserve` has saved back into their places. Call after `copy_out` of reduced gradients."""
+        """Copy the values saved by `preserve` into their places again. Call after `copy_out` of reduced gradients."""
         for position in self.lent.keys() & set(positions):
             saved = self.lent.pop(position)
             self._device.launch(self.places[position].copy_, saved)

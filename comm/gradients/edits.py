@@ -17,7 +17,7 @@ REMEDY = (
 
 
 class EditCheck:
-    """Check of each iteration for gradients that user code has changed before they were reduced, on any rank."""
+    """Checks in each iteration whether user code on any rank has changed gradients before they were reduced."""
 
     def __init__(self) -> None:
         self._warned = self._had_problem = False
@@ -25,9 +25,9 @@ class EditCheck:
     def problem(self, ready: ReadyGradients, names: Sequence[str], all_flags: RankFlags) -> str:
         """Return why reduced gradients are undefined; empty if they are right. Call after they are assigned to `.grad`.
 
-        A gradient is undefined if user code has written to it in place before the reduction. If user code has set
-        `.grad` to another tensor, the gradient is undefined only if other ranks have waited for the reduction in the
-        backward pass, because user code then changes the reduced gradient there, and the local one here.
+        A gradient is undefined if user code has written to it in place before the reduction. If user code has replaced
+        `.grad`, the gradient is undefined only if another rank has reduced its gradients in `backward()`. User code on
+        that rank has then replaced the reduced gradient, but user code on this rank the unreduced one.
 
         Args:
             ready: this rank's gradients.
@@ -47,8 +47,8 @@ class EditCheck:
             elif not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the gradient of %s was replaced before it was reduced; Sirtaki ignores the new tensor and assigns "
-                    "the reduced gradient of backward() to .grad; to use your own tensor, %s",
+                    "user code replaced the gradient of %s during backward(); Sirtaki overwrites the new tensor "
+                    "with the reduced gradient; to keep your tensor, %s",
                     name,
                     REMEDY,
                 )
@@ -66,8 +66,8 @@ class EditCheck:
 
         Args:
             problem: result of the method `problem` on this rank in this iteration.
-            previous: control flags of all ranks in the previous iteration. They are ignored if this rank has already
-                reported a problem for that iteration.
+            previous: control flags of all ranks in the previous iteration, ignored if this method has returned a
+                problem for that iteration.
         """
         if not (problem or self._had_problem) and (previous.written or (previous.replaced and previous.complete)):
             problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"

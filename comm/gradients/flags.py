@@ -22,15 +22,15 @@ class Drift(Enum):
 
 
 class RankFlags(NamedTuple):
-    """Control flags (messages between ranks) of one rank, or of all ranks. The latter are set if any rank has set them.
+    """Control flags (messages between ranks) that one rank sends, or their OR over all ranks.
 
     Attributes:
         reprofile: the rank requests a new profile of the order in which gradients become ready.
         written: user code wrote to a gradient before it was reduced.
         replaced: user code replaced `.grad` before it was reduced. The reduced gradient takes its place.
         complete: all gradients were ready at the end of the backward pass, which has waited for the reduction.
-        not_slower: the communication time has not become clearly longer. The flag is negated, because a sum over ranks
-            shows only whether any rank has set a flag: if no rank has set this one, all ranks report a longer time.
+        not_slower: the communication time has not become clearly longer. The flag is negated, because ranks only learn
+            whether any rank has set it. If no rank has set it, all ranks report a longer time.
         not_faster: the communication time has not become clearly shorter. If no rank has set this flag, all ranks
             report a shorter time.
     """
@@ -57,7 +57,7 @@ class FlagTraffic:
     """Writes this rank's control flags into a flat buffer, and reads the reduced flags of all ranks from it.
 
     Attributes:
-        drift: trend of the communication time that this rank reports.
+        drift: lasting change of the communication time that this rank reports: none, slower or faster.
     """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
@@ -72,15 +72,18 @@ class FlagTraffic:
         self.drift = Drift.USUAL
 
     def write(self, flags: RankFlags) -> None:
-        """Write this rank's flags, and its trend of the communication time, to the flat buffer, to be reduced there."""
+        """Write this rank's flags to the flat buffer, to be reduced there with the gradients.
+
+        Also write whether this rank's communication has lastingly become slower or faster (`drift`).
+        """
         choice = self._choices[(*flags[:-2], self.drift is not Drift.SLOWER, self.drift is not Drift.FASTER)]
         self._device.launch(self._elements.copy_, choice)
 
     def read(self) -> RankFlags:
         """Return the control flags of all ranks in this iteration; on a GPU, those of the previous iteration.
 
-        On a GPU the host does not wait for the flags of this iteration. It launches a copy to the host, and reads that
-        copy in the next iteration. Call once an iteration, after the reduction.
+        On a GPU, this call does not wait for the flags of this iteration. It launches a copy of them to the host, which
+        the call in the next iteration returns. Call once per iteration, after the reduction.
         """
         if not self._device.streams:
             return RankFlags(*map(bool, self._elements.tolist()))

@@ -21,7 +21,8 @@ from .schedule import ScheduledUnit
 from .trace import IterationTrace
 
 NAMED_GRADIENTS = 6
-"""Most gradients that an error message about a unit (bucket) lists. Of more gradients, it names the first and last."""
+"""Largest number of gradients of a unit (bucket) that an error lists. If there are more, it names the first and
+last."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,7 +96,7 @@ class LaunchedUnits:
         copies, last, layout = self.ready.copies, unit.due[0], unit.group.layout
         if last not in copies.cut:
             return copies.count
-        # Of the last gradient of the unit (bucket), count only the pieces with elements of the unit.
+        # The last gradient of the unit (bucket) is copied in pieces. Count only its pieces with elements of the unit.
         start = layout.offsets[unit.group.indices.index(self.ready.buffers.order[last])]
         return min(copies.count, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
 
@@ -132,10 +133,10 @@ class LaunchedUnits:
             raise error from error.__cause__
 
     def last_done(self, backward_ended: Event) -> Event:
-        """Return the time at which the last unit (bucket) was reduced, but at least that at which backward ended.
+        """Return the time at which all units (buckets) were reduced, or at which backward ended if that is later.
 
         Return the current time on a GPU, or if the end of a unit is unknown. Call if the training thread has waited for
-        units one by one, so that it has not recorded the end of the last one.
+        units one by one, because it has not recorded a time after the last unit then.
         """
         moments = [backward_ended, *(work.times()[1] for work in self.works)]
         known = [moment for moment in moments if moment is not None]

@@ -15,7 +15,7 @@ from sirtaki.machine import free_in_forked_children
 from .. import timeline
 from ..control.communicator import Backend, Communicator, Op, Test
 from ..control.failure import FailureBoard, caused
-from ..control.waiting import wait_for, wait_for_work
+from ..control.waiting import start_thread, wait_for, wait_for_work
 
 Bits = npt.NDArray[np.bool_]
 
@@ -23,7 +23,7 @@ Interrupted = Callable[[], bool]
 """Function that returns whether to stop waiting. Called repeatedly while a thread waits."""
 
 _given_up: list[Test] = []
-"""Unfinished all-reduces, which other ranks have not joined. They are kept, because MPI still uses their arrays."""
+"""Unfinished all-reduces that other ranks have not started. They are kept, because MPI still uses their arrays."""
 
 
 def agree(
@@ -77,7 +77,7 @@ class ReadinessNegotiation:
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
         self._done.clear()
         with self._wake:
             self._sizes_bytes, self._granularity_bytes = sizes_bytes, granularity_bytes
@@ -89,8 +89,8 @@ class ReadinessNegotiation:
         with self._wake:
             self._bits[index] = True
             self._fresh_bytes += int(self._sizes_bytes[index])
-            # Treat the last gradient as the end of the pass, because the training thread may wait for another optimizer
-            # before it calls `end`.
+            # Treat the last gradient as the end of the pass, and do not wait for `end`: the training thread may call
+            # `step()` of another optimizer, and wait in it, before it calls `end`.
             self._ended = bool(self._bits.all())
             if self._worth_a_round():
                 self._wake.notify()

@@ -34,7 +34,7 @@ import torch
 
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.router import Router
-from sirtaki.errors import CommError, PlanError
+from sirtaki.errors import CommError, PlanError, require
 from sirtaki.machine import free_in_forked_children
 
 from .. import recorder, timeline
@@ -125,12 +125,12 @@ class GradientPipeline:
         self._control, self._router, self._reduction = control, router, reduction
         self._default_plan, self._unused_as_none = default_plan, unused_as_none
         self.device = router.device
-        self.device.users += 1
         self.compressed: CompressedUnits | None = None
-        if (lossy or reduction.compression is not None) and not router.device.streams:
+        if lossy or reduction.compression is not None:
             self.compressed = CompressedUnits(
                 router, reduction.compression, reduction.feedback, rank=control.rank, size=control.size
             )
+        self.device.users += 1
         self._negotiation = None if self.device.streams else ReadinessNegotiation(control.duplicate(), control.failures)
         self._one_at_a_time = free_in_forked_children(threading.Lock())
         self.iteration = 0
@@ -149,7 +149,7 @@ class GradientPipeline:
 
         Collective.
         """
-        self.device.synchronise()  # wait, because work on the device may still use the old buffers
+        self.wait_for_device()  # because work on the device may still use the old buffers
         buffers = FlatBuffers(
             order,
             self._params,
@@ -160,32 +160,29 @@ class GradientPipeline:
         )
         self._ready = ReadyGradients(buffers)
         self._flags = FlagTraffic(self.device, buffers.flags[:FLAG_COUNT])
-        # Keep the usage flags apart, one for each position: above zero if any rank has computed the gradient.
+        # Usage flags, one for each position. After the reduction, a flag is above zero if any rank has the gradient.
         self._usage = buffers.flags[FLAG_COUNT:]
         self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
         return buffers
 
     def _install(self, plans: Sequence[CommPlan], buffers: FlatBuffers) -> None:
-        """Open the streams (connections) of the plans, and launch the units (buckets) of these plans. Collective.
+        """Open the streams (connections) of the plans, and schedule the units (buckets) of these plans. Collective.
 
         Raises:
             PlanError: a plan does not fit its flat buffer, or has a route or streams that this job does not have.
             TransportError: streams could not be opened. Raised on all ranks.
         """
-        if len(plans) != len(buffers.groups):
-            raise PlanError(
-                f"each flat buffer of gradients must have one plan (division into buckets), found {len(plans)} plans "
-                f"for {len(buffers.groups)} buffers"
-            )
+        n_buffers = len(buffers.groups)
+        require(len(plans) == n_buffers, "plans", f"{n_buffers} plans, one for each flat buffer", len(plans), PlanError)
         for group, plan in zip(buffers.groups, plans, strict=True):
             if plan.numel != group.layout.numel:
                 raise PlanError(
-                    f"a plan (division of gradients into buckets) covers {plan.numel} elements, but the flat "
-                    f"buffer of this model's gradients has {group.layout.numel} elements; make a plan for this model"
+                    f"the communication plan is for {plan.numel} gradient elements, but this model has "
+                    f"{group.layout.numel}; make a plan for this model with `sirtaki optimize`"
                 )
             self._router.open_plan(plan)
-        # Hold units (buckets) with usage flags until the backward pass ends. Other flags are known with the last
-        # gradient.
+        # Launch units (buckets) with usage flags only after the backward pass, because a gradient may be missing
+        # before its end. The other control flags are already final when the last gradient is ready.
         self._schedule = LaunchSchedule(
             schedule(buffers.groups, plans, buffers.position),
             buffers.order,
@@ -214,8 +211,7 @@ class GradientPipeline:
         """
         if self.pending:
             raise PlanError(
-                "the plan (division of gradients into buckets) can change only between iterations, but gradients of "
-                "this iteration are already computed; change the plan after step()"
+                "the communication plan cannot change while gradients are computed; change the plan after step()"
             )
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
         self._install(plans, self._buffers)
@@ -224,7 +220,7 @@ class GradientPipeline:
     def reorder_units(self, pace: IterationPace) -> None:
         """Launch units (buckets) in the order in which the next forward pass reads parameters, until plans change.
 
-        Call between iterations, with the same `pace` on all ranks.
+        Call between iterations, with the same `pace` (expected times of an iteration) on all ranks.
         """
         units, _ = self.reordered_units(self.plans, pace)
         # On a GPU, launch all buckets in one order on all ranks, because NCCL's communicators of a device require it.
@@ -248,7 +244,9 @@ class GradientPipeline:
         return self._buffers.has_flags(unit.group, unit.stop)
 
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
-        """Return values, given by parameter index, in the order of the gradients in the first flat buffer."""
+        """Reorder values of parameters: from the order of parameter indices to that of the gradients in the first flat
+        buffer.
+        """
         return [values[index] for index in self._buffers.groups[0].indices]
 
     # ── between iterations, and state ────────────────────────────────────────────────────────────────────────────
@@ -258,7 +256,7 @@ class GradientPipeline:
         self._order.requested = True
 
     def vote_drift(self, drift: Drift) -> None:
-        """Report this trend of the communication time to all ranks, in each iteration from now on.
+        """Report `drift`, this rank's trend of the communication time, to all ranks in each later iteration.
 
         The trend is sent in control flags, which are reduced with the gradients. Call between iterations.
         """
@@ -306,18 +304,23 @@ class GradientPipeline:
     def run_copies(self) -> None:
         """Run the copies that transport threads have not run yet, so that user code may read and write `.grad`.
 
+        On a GPU, the CUDA streams that have written gradients wait for the copies instead. Thus a CUDA graph may write
+        to the memory of the copied gradients when it is replayed.
+
         Call when a backward pass has ended or raised and the training thread does not wait for the reduction.
         """
         copies = self._ready.copies
         if copies.copied < copies.count:
             copies.copy(copies.count)
+        if self.device.streams:
+            self.device.release(forget=False)  # False: gradients of incomplete units are still to be copied
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_iteration(self) -> None:
         """Prepare the next iteration."""
         device, self.profiling = self.device, self._order.active
-        if self._reduction.feedback.loaded and self.compressed is None and not device.streams:
+        if self._reduction.feedback.loaded and self.compressed is None:
             # Open the object that sends compressed buckets also if only an earlier job has compressed gradients, as
             # its residuals of error feedback (what compression left out) are not sent yet.
             self.compressed = CompressedUnits(
@@ -357,7 +360,7 @@ class GradientPipeline:
         self._joined = self._one_by_one = False
 
     def _begin_collecting(self) -> None:
-        """Fix the launch mode. Called for the first gradient of an iteration."""
+        """Choose the launch mode, and record the time. Called for the first ready gradient of an iteration."""
         self._first_ready = self.device.record_event(timed=True)
         if self.device.streams and self.device.users > 1:
             self.mode = LaunchMode.AT_END  # launch in `step()`, because all ranks need one launch order for a GPU
@@ -368,8 +371,9 @@ class GradientPipeline:
         """Begin a backward pass. Call when its first gradient is ready.
 
         Returns:
-            Numbers of ready gradients of this pass after which `ready_in_order` must be called, because all gradients
-            of a unit (bucket) are ready then; `EVERY` = the caller must report each gradient when it is ready.
+            Counts of ready gradients of this pass. When the caller reaches one of the counts, it must call
+            `ready_in_order`, because all gradients of a unit (bucket) are ready then. `EVERY` = the caller must report
+            each gradient when it is ready.
         """
         n_ready = len(self._ready.positions)
         if self._first_ready is None:
@@ -433,8 +437,8 @@ class GradientPipeline:
     def _launch(self, numbers: Sequence[int], *, since: int | None = None) -> None:
         """Copy all ready gradients into the flat buffers, then launch the units (buckets) with these numbers.
 
-        On a GPU, the copies run on another CUDA stream than the backward pass. `since` is the number of gradients that
-        were ready before the last `add_in_order`, if user code cannot have changed later ones; otherwise None.
+        On a GPU, the copies run on another CUDA stream than the backward pass. `since` is that of
+        `ReadyGradients.copy_in`.
         """
         with self.device.beside():
             begin = None if self._trace is None else self.device.record_event(timed=True)
@@ -465,7 +469,7 @@ class GradientPipeline:
         ready.own = len(ready.positions)
         if self._unused_as_none:
             self._write_usage()
-        if not self.can_reduce:  # write final control flags, because the bucket with them is not launched yet
+        if not self.can_reduce:  # correct the control flags: gradients are missing, so their bucket is not launched yet
             self._flags.write(
                 RankFlags(written=bool(ready.written), replaced=ready.replaced, reprofile=self._order.asks)
             )
@@ -484,6 +488,8 @@ class GradientPipeline:
         elif len(self._launched.units) < len(self._schedule.units) or ready.own < self.n_params:
             launched, units = set(map(id, self._launched.units)), self._schedule.units
             self._launch([number for number, unit in enumerate(units) if id(unit) not in launched])
+        if self.device.streams:
+            self.device.release()
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """Launch the remaining units (buckets), block until all gradients are reduced, then assign them to `.grad`.
@@ -515,8 +521,6 @@ class GradientPipeline:
             self.run_copies()
             return False
         self.state = IterationState.REDUCED
-        if device.streams:
-            device.release()
         self._reduced = (
             self._launched.last_done(self._backward_ended) if self._one_by_one else device.record_event(timed=True)
         )
@@ -552,9 +556,25 @@ class GradientPipeline:
         if self.device.streams:
             usage = self.device.pinned(self.n_params, self._usage.dtype)
             self.device.launch(copy_, usage, self._usage)
-            self.device.wait_for(self.device.record_event())
+            self.wait_for_device(self.device.record_event())
         unused: list[int] = (usage <= 0).nonzero()[:, 0].tolist()
         return unused
+
+    def wait_for_device(self, event: Event | None = None) -> None:
+        """Block until the device has done all work before `event`. None = all work that is queued on the device.
+
+        Raises:
+            CommError: the job has failed. All gradients and parameters of the last iterations are undefined.
+        """
+        with self._control.failures.raising():
+            if event is None:
+                self.device.synchronise()
+            else:
+                self.device.wait_for(event)
+
+    def stalled(self) -> tuple[int, float] | None:
+        """Return the iteration whose reduction the GPU waits for. See `InFlight.stalled`. Thread-safe."""
+        return self.in_flight.stalled()
 
     def where(self) -> str:
         """Describe rank, iteration and gradients, for messages about all gradients of this pipeline."""
@@ -581,7 +601,7 @@ class GradientPipeline:
         return self._schedule.reduced_with(index) if self._launched.wait(interrupted, units) else []
 
     def assign_gradients(self, indices: Sequence[int]) -> None:
-        """Assign the reduced gradients of parameters that `wait_for_one` has returned to `.grad`."""
+        """Set `.grad` to the reduced gradient, for each of the parameter `indices` that `wait_for_one` has returned."""
         self._ready.assign([self._buffers.position[index] for index in indices])
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
@@ -619,15 +639,15 @@ class GradientPipeline:
                 )
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
-                self.drift = Drift.USUAL  # ignore the trend, which was measured with the old order
+                self.drift = Drift.USUAL  # ignore the reported trend, which belongs to the old order
         self.iteration += 1
         self._begin_iteration()
         return report
 
     def _measure(self, *, profiled: bool) -> IterationReport:
-        """Return the times of the iteration; on a GPU, those of the previous one, for whose end this waits.
+        """Return the times of the iteration; on a GPU, wait for the previous iteration, and return its times instead.
 
-        While the order of gradients is profiled, return the times of this iteration on a GPU, too.
+        While the order of gradients is profiled, wait for this iteration on a GPU, too, and return its times.
         """
         device, trace = self.device, self._trace
         events = measured = IterationEvents(self.iteration, self._first_ready, self._backward_ended, self._reduced)
@@ -636,7 +656,7 @@ class GradientPipeline:
             before = self.in_flight.add(events)
             measured = events if self.profiling else before
             # Wait for the measured iteration, so that the host is never more than one iteration ahead of the device.
-            device.wait_for(measured.reduced if trace is None else events.reduced)
+            self.wait_for_device(measured.reduced if trace is None else events.reduced)
         if trace is not None:
             trace.write(events, profiling=self.profiling)
 
@@ -652,7 +672,10 @@ class GradientPipeline:
         )
 
     def _end_profiling(self) -> None:
-        """Agree on the order of ready gradients. Make new flat buffers if it or a parameter has changed. Collective."""
+        """Agree on the order of ready gradients. Make new flat buffers if necessary. Collective.
+
+        They are necessary if the order has changed, or a gradient no longer fits its place in them.
+        """
         before = self._buffers
         ready_order = [before.order[position] for position in self._ready.positions]
         order = agree_on_order(ready_order, self._control, counts=not self._joined)
@@ -662,7 +685,7 @@ class GradientPipeline:
             self._buffers.move_from(before)
 
     def _begin_negotiation(self) -> None:
-        """Begin to negotiate which gradients of this backward pass are ready on all ranks. A thread launches those."""
+        """Begin a backward pass in which a thread launches each gradient once it is known to be ready on all ranks."""
         assert self._negotiation is not None
         units, launched = AgreedUnits(self._buffers, self.plans, flags_apart=self._unused_as_none), self._launched
 

@@ -24,9 +24,8 @@ WRITTEN = -1
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 LARGE_ELEMENTS = 1 << 18
-"""Elements of a piece of a large gradient, which is copied piece by piece into the flat buffer.
-
-So a unit (bucket) waits only for pieces with its own elements.
+"""Number of elements in a piece of a large gradient. Large gradients are copied into the flat buffer piece by piece, so
+that a unit (bucket) waits only for the pieces with its own elements.
 """
 
 
@@ -38,7 +37,8 @@ class DeferredCopies:
     Attributes:
         count: number of copies added in this iteration. A large gradient is copied in several pieces.
         copied: number of copies that have been run.
-        cut: for each gradient that is copied in pieces, the number of copies before its first piece, by position.
+        cut: for each gradient that is copied in pieces, the number of copies before its first piece, by the gradient's
+            position (its index in the expected order of gradients).
     """
 
     def __init__(self) -> None:
@@ -204,9 +204,9 @@ class ReadyGradients:
         place, even if a transport thread runs the copy later.
 
         Args:
-            since: number of gradients that were added before the last call of `add_in_order`, if that call has just
-                returned. User code cannot have changed the gradients that this call has added. None = user code may
-                have changed any gradient.
+            since: number of gradients that were added before the last call of `add_in_order`, if no user code has run
+                since that call. The gradients that `add_in_order` added are then not checked for changes by user code.
+                None = check all gradients.
 
         Returns:
             The number of gradients added since the last call.
@@ -283,7 +283,8 @@ class ReadyGradients:
     def _replace_by_view(self, number: int, view: torch.Tensor) -> None:
         """Store the view of the flat buffer in `gradients` instead of the gradient that was copied into it.
 
-        If user code has written to the gradient before, the version becomes `WRITTEN`, so that this stays known.
+        If user code has written to the gradient before, the version becomes `WRITTEN`, so that the write is
+        still detected.
         """
         unwritten = self.gradients[number]._version == self.versions[number]
         self.gradients[number], self.versions[number] = view, view._version if unwritten else WRITTEN
@@ -361,7 +362,7 @@ class ReadyGradients:
                     self.lost_written.append(position)
                 if current.data_ptr() != buffers.addresses[position]:
                     copies.append((position, current))
-                    buffers.view(position)  # replaces the view, whose memory user code has replaced
+                    buffers.view(position)  # makes a new view, because user code has replaced the view's memory
                 continue
             if number >= self.own:  # added by `fill_missing`
                 if not param.requires_grad or position in unused:

@@ -14,15 +14,16 @@ from ..plan import CommPlan, NcclWay, Route
 from .buffers import FlatBuffers, FlatGroup
 
 PROFILING_ITERATIONS = 2
-"""Iterations in which the order of ready gradients is measured. The last one counts: the first has cold caches."""
+"""Number of iterations in which the order of ready gradients is measured. Only the order of the last iteration is used,
+because the first runs with cold caches."""
 
 DISORDERLY_ITERATIONS = 3
-"""A rank asks for a new measurement of the order after this many consecutive iterations in another order."""
+"""Number of consecutive iterations with another order of gradients after which a rank requests a new measurement."""
 
 PATIENCE_ITERATIONS = 50
-"""Shortest pause between two measurements of the order of ready gradients.
+"""Smallest number of iterations between two measurements of the order of ready gradients.
 
-The pause doubles with each measurement, because some models have no stable order.
+The number doubles with each measurement, because some models have no stable order.
 """
 
 
@@ -41,7 +42,7 @@ def agree_on_order(ready_order: Sequence[int], control: ControlPlane, *, counts:
 
 
 class OrderProfiling:
-    """Decides when the order in which gradients become ready is measured (profiled), and when this rank requests that.
+    """Decides when this rank requests a measurement (profile) of the order of ready gradients, and when a profile ends.
 
     A rank requests a new profile if several consecutive iterations had another order than the profiled one.
 
@@ -58,12 +59,15 @@ class OrderProfiling:
         self._disorderly = self._not_before = 0
 
     def begin(self, iteration: int) -> None:
-        """Begin to profile the order of ready gradients with the given iteration."""
+        """Begin a profile of the order in which gradients become ready. `iteration` is its first iteration."""
         self.active, self.since, self._disorderly = True, iteration, 0
         self.requested = self.asks = False
 
     def ends_with(self, iteration: int) -> bool:
-        """Return whether the profile of the order ends with the given iteration. Record its end then."""
+        """Return whether the current profile ends with this iteration. If so, end it.
+
+        A profile records the order in which gradients become ready, over several iterations.
+        """
         if not self.active or iteration + 1 - self.since < PROFILING_ITERATIONS:
             return False
         self.active = False
@@ -143,7 +147,7 @@ def schedule(groups: Sequence[FlatGroup], plans: Sequence[CommPlan], position: S
 
 
 def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
-    """Return the units (buckets) into which its plan cuts the flat buffer of one group."""
+    """Return the units (buckets) into which `plan` cuts the flat buffer of `group`."""
     offsets, units, first = group.layout.offsets, list[ScheduledUnit](), 0
     for serial, unit in enumerate(plan.units):
         while offsets[first + 1] <= unit.start:
@@ -207,7 +211,7 @@ class AgreedUnits:
         self._pending, self._turn = len(self.sizes_bytes), 0
 
     def of(self, positions: Sequence[int]) -> list[ScheduledUnit]:
-        """Return units (buckets) with these gradients. If they are the last ones, add a unit with the control flags.
+        """Return units (buckets) with these gradients. Add a unit with the control flags once no gradient is pending.
 
         Args:
             positions: positions, in the expected order, of gradients that are now ready on all ranks, ascending. Pass
@@ -270,8 +274,8 @@ class LaunchSchedule:
             one_order: True to launch all units in one order; False to keep the order of units on each stream only.
         """
         self.units = list(units)
-        # Store for each unit (bucket) the number of gradients and of previous units for which it waits. One more entry,
-        # which never reaches zero, stands for the next unit of a unit that is the last one.
+        # Store for each unit (bucket) the number of gradients and of previous units for which it waits. The list ends
+        # with a sentinel, the successor of units without a next unit. Its count never reaches zero.
         self._awaited = [len(unit.members) + held(unit) for unit in self.units]
         self._next_unit = [len(self.units)] * len(self.units)
         last: dict[object, int] = {}
@@ -293,7 +297,10 @@ class LaunchSchedule:
         self.launch_points = frozenset(count for count, _ in self.launch_steps)
 
     def pending_counts(self, ready: Sequence[int] = ()) -> list[int]:
-        """Return for each unit (bucket) how many gradients and units it still waits for, once `ready` are ready."""
+        """Return for each unit (bucket) the number of gradients and units for which it waits.
+
+        `ready` are the parameters whose gradients are ready already.
+        """
         pending = self._awaited.copy()
         for index in ready:
             self.count(index, pending)
@@ -311,7 +318,10 @@ class LaunchSchedule:
         return complete
 
     def reduced_with(self, index: int) -> list[int]:
-        """Return the parameters whose gradients are reduced once all buckets with elements of parameter `index` are."""
+        """Return the parameters whose gradients lie only in buckets that also have elements of parameter `index`.
+
+        Their gradients are reduced no later than that of parameter `index`.
+        """
         own = self.units_of[index]
         if own not in self._reduced_with:
             members = sorted({member for number in own for member in self.units[number].members})
@@ -320,7 +330,7 @@ class LaunchSchedule:
 
 
 SLOWER = 1.3
-"""Factor by which the simulated network is slower than the measured one, in the choice of the order of units (buckets).
+"""Safety factor by which the simulation that chooses the launch order of units (buckets) multiplies the time per byte.
 
 If the simulated network were faster than the real one, units would be sent in the order in which backward computes
 them, and the next forward pass would wait for them. A network that is simulated too slow costs less: a stream sometimes
@@ -328,7 +338,7 @@ waits for the gradients of its next unit.
 """
 
 Lanes = tuple[Route, int | None]
-"""Key of a set of streams among which a unit (bucket) may be moved: route, and number of the transport's threads."""
+"""Key of a set of streams: route, and number of transport threads. A unit (bucket) may use any stream of its set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +396,7 @@ def complete_s(
 
 
 class _StreamReplay:
-    """Simulation of the streams (connections) of one iteration, with queues of units (buckets) that wait for one."""
+    """Simulation of the streams (connections) in one iteration, with the units (buckets) that wait for a stream."""
 
     def __init__(self, units: Sequence[ScheduledUnit], pace: IterationPace) -> None:
         self._units, self._now_s, self._s_per_byte = units, 0.0, max(SLOWER * pace.s_per_byte, 1e-15)
@@ -416,7 +426,7 @@ class _StreamReplay:
                 self.order.append(replace(unit, stream=stream))
 
     def advance(self, until_s: float) -> None:
-        """Advance the simulation to this time: when a unit (bucket) is sent, its stream begins the next waiting one."""
+        """Advance the simulation to `until_s`. Whenever a stream has sent a unit (bucket), it begins a waiting unit."""
         while self._left_bytes:
             least = min(self._left_bytes.values())
             ends_s = self._now_s + least * len(self._left_bytes) * self._s_per_byte

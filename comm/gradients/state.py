@@ -20,10 +20,9 @@ class IterationState(Enum):
 
 
 class LaunchMode(Enum):
-    """Rule for launching the units (buckets) of one iteration. It is fixed when the first gradient is ready.
+    """Rule for launching the units (buckets) of one iteration, chosen when the first gradient is ready.
 
-    IN_ORDER (no count for each gradient) becomes COUNTED (gradients are counted one by one) when gradients do not
-    become ready in the expected order.
+    IN_ORDER becomes COUNTED, for the rest of the iteration, at the first gradient out of the expected order.
     """
 
     IN_ORDER = "launch after fixed numbers of gradients, which are ready in the expected order"

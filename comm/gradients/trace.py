@@ -66,7 +66,7 @@ class InFlight:
     @property
     def busy(self) -> bool:
         """Return whether the device still executes one of the last two iterations. Thread-safe."""
-        if not (iterations := self._iterations):  # always the case for gradients on the CPU
+        if not (iterations := self._iterations):  # always empty for gradients on the CPU
             return False
         self.device.enter_thread()
         return not all(self.device.is_reached(it.reduced) for it in iterations)
@@ -125,7 +125,7 @@ class IterationTrace:
         end_s = time.perf_counter()
 
         def at(moment: Event) -> float:
-            # On the CPU, a moment is already a float in seconds. On a GPU, it is an event.
+            # On the CPU, a moment is a time in seconds. On a GPU, it is a CUDA event.
             return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, events.reduced)
 
         def traced_unit(unit: ScheduledUnit, work: Work, issued: Event) -> TracedUnit:
@@ -172,8 +172,8 @@ def show(traced: TracedIteration, timeline: Timeline) -> None:
         timeline.span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
     free_s: dict[int, float] = {}
     for unit in traced.units:
-        # Where a transport does not report when it began a bucket, take the end of the previous one on the same stream,
-        # because a stream sends its buckets one after another.
+        # If a transport does not report when it began a bucket, assume that it began when the stream had sent the
+        # previous bucket, because a stream sends its buckets one after another.
         began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), unit.began_s or 0.0)
         free_s[unit.stream] = unit.done_s
         name = unit.layout.describe(unit.start, unit.stop)

@@ -18,21 +18,37 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, _make_nccl_premul_sum
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    _make_nccl_premul_sum,
+)
 
 from sirtaki.comm import recorder
 from sirtaki.comm.control.plane import ControlPlane
-from sirtaki.comm.device import CudaDevice, Device, Event, driver_version
+from sirtaki.comm.device import CudaDevice, Device, Event, add_nccl_owner, driver_version
 from sirtaki.comm.plan import NcclWay, TransportKind
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamCost, StreamSpec, Transport, Work, scale_
+from sirtaki.comm.transports.contract import (
+    FlatBuffer,
+    Parcels,
+    ReduceOp,
+    StreamCost,
+    StreamSpec,
+    Transport,
+    Work,
+    scale_,
+)
 from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError, PlanError, TransportError
 from sirtaki.machine import free_in_forked_children, keep_in_forked_children
@@ -57,6 +73,10 @@ logger = logging.getLogger(__name__)
 MEMORY_SHARE = 0.1
 """Largest fraction of GPU memory that NCCL communicators may use. `CommunicatorPool` refuses communication plans that
 need more."""
+
+FREE_SHARE = 0.5
+"""Largest fraction of the GPU's free memory that one more NCCL communicator may use. If memory ran out, the job would
+end."""
 
 
 THREADS_PER_CTA = 512
@@ -131,11 +151,26 @@ class Group(Protocol):
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
         """Launch an all-gather: write `share` of each rank, by rank, to `tensor`, `(ranks * share.numel(),)`."""
 
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Launch a broadcast of the `tensor` of rank `root`, in place."""
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, source: list[int], to: list[int]) -> None:
+        """Launch an all-to-all of 1-d tensors: `to` are elements for each rank, `source` elements from each rank."""
+
+    def rank(self) -> int:
+        """Return the rank of this process in the communicator."""
+
     def error(self) -> str:
         """Return the asynchronous error of the NCCL communicator, "" if there is none. Thread-safe."""
 
+    def memory_bytes(self) -> int:
+        """Return the GPU memory of the communicator in bytes, as NCCL reports it. 0 = unknown."""
+
     def close(self) -> None:
         """Free the communicator. Collective. No operation may be in flight."""
+
+    def abort(self) -> None:
+        """End pending operations, and free the communicator. Not collective. Thread-safe."""
 
 
 class Opener(Protocol):
@@ -172,22 +207,28 @@ class CommunicatorPool:
 
     Attributes:
         limit: largest number of open communicators.
+        number: id of the gradient pipeline that uses the pool, different for each pipeline and equal on its ranks.
+        launched: number of units (buckets) launched.
         open: open communicators by key, least recently used first.
         cuda_streams: CUDA streams by stream number. The flat and the hierarchical all-reduce share them.
     """
 
-    def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
+    def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float], number: int = 0) -> None:
         """Create an empty pool. `require` opens communicators.
 
         Args:
             opener: opens communicators.
             limit: largest number of open communicators.
             worst: returns the largest of the values that all ranks pass. Collective.
+            number: id of the gradient pipeline that uses the pool.
         """
         self.opener, self.limit, self._worst = opener, limit, worst
+        self.number, self.launched = number, 0
         self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
         self.cuda_streams: dict[int, Any] = {}
-        self._taken_share = 0.0  # fraction of GPU memory that the communicators use, on the rank where each uses most
+        self._taken_share = 0.0  # sum over communicators of the largest fraction of GPU memory on any rank
+        self._aborting = free_in_forked_children(threading.Lock())
+        add_nccl_owner(self)
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
         """Open those communicators of `keys` that are not open, in the order of `keys`. Collective.
@@ -218,7 +259,7 @@ class CommunicatorPool:
     def _open(self, key: CommunicatorKey) -> Group:
         free_before, total = self.opener.memory_bytes()
         group = self.opener.open(key)
-        taken = (free_before - self.opener.memory_bytes()[0]) / total
+        taken = max(free_before - self.opener.memory_bytes()[0], group.memory_bytes()) / total
         self._taken_share += max(0.0, self._worst(taken))
         logger.debug(
             "opened the NCCL communicator of %s; %d communicators are open and use %.1f %% of the GPU's memory",
@@ -229,19 +270,29 @@ class CommunicatorPool:
         return group
 
     def _make_room(self, wanted: Sequence[CommunicatorKey], key: CommunicatorKey) -> None:
-        while len(self.open) >= self.limit or (self.open and self._expected_share() > MEMORY_SHARE):
+        while len(self.open) >= self.limit or (self.open and self._lacks_memory()):
             unused = next((each for each in self.open if each not in wanted), None)
             if unused is None:
                 raise PlanError(
                     f"Sirtaki cannot open the NCCL communicator of {key}: all NCCL communicators would use "
-                    f"{self._expected_share():.0%} of the GPU's memory, more than the permitted {MEMORY_SHARE:.0%}; "
-                    "use fewer streams (SIRTAKI_STREAMS)"
+                    f"{self._expected_share():.0%} of the GPU's memory; {self._free_share():.0%} are free, and at most "
+                    f"{MEMORY_SHARE:.0%} are permitted. Use fewer streams (SIRTAKI_STREAMS)"
                 )
             self._close(unused)
+
+    def _lacks_memory(self) -> bool:
+        """Return whether there is too little GPU memory for one more communicator of average size. Collective."""
+        mean_share = self._taken_share / len(self.open)
+        return self._expected_share() > MEMORY_SHARE or mean_share > FREE_SHARE * self._free_share()
 
     def _expected_share(self) -> float:
         """Return the fraction of GPU memory that all communicators will use with one more of average size."""
         return self._taken_share * (len(self.open) + 1) / len(self.open)
+
+    def _free_share(self) -> float:
+        """Return the free fraction of GPU memory, on the rank where it is the smallest. Collective."""
+        free, total = self.opener.memory_bytes()
+        return 1.0 - self._worst(1.0 - free / total)
 
     def _close(self, key: CommunicatorKey) -> None:
         self._taken_share -= self._taken_share / len(self.open)
@@ -253,6 +304,11 @@ class CommunicatorPool:
         kept = set(keys)
         for key in [key for key in self.open if key not in kept]:
             self._close(key)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a communicator is open. Thread-safe."""
+        return bool(self.open)
 
     def check(self) -> None:
         """Raise an error if an open communicator has an asynchronous NCCL error. Thread-safe.
@@ -269,6 +325,27 @@ class CommunicatorPool:
     def close(self) -> None:
         """Close all NCCL communicators of the pool. Collective. No operation may be in flight."""
         self.keep_only(())
+
+    def abort(self) -> int:
+        """End pending operations of all NCCL communicators, and free them. Not collective. Thread-safe.
+
+        Buffers of ended operations have undefined values.
+
+        Returns:
+            The number of aborted communicators.
+        """
+        with self._aborting:
+            groups = list(self.open.values())
+            self.open.clear()
+            # Abort all at the same time, because aborting one may wait until an operation of another one has ended.
+            with ThreadPoolExecutor(max(1, len(groups)), thread_name_prefix="sirtaki-abort") as threads:
+                deque(threads.map(_abort, groups), maxlen=0)
+            return len(groups)
+
+
+def _abort(group: Group) -> None:
+    with contextlib.suppress(RuntimeError):  # because the communicator has failed anyway
+        group.abort()
 
 
 LAUNCH_LOCK = free_in_forked_children(threading.Lock())
@@ -320,7 +397,7 @@ class NcclTransport(Transport):
         self._pool, self._device = pool, device
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
-        self.stream_cost = StreamCost()  # no descriptors and threads; the pool limits the GPU memory of streams
+        self.stream_cost = StreamCost()  # no descriptors or threads; the pool limits the GPU memory of streams
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
         """Return the keys of the NCCL communicators that units (buckets) on `streams` need."""
@@ -336,25 +413,56 @@ class NcclTransport(Transport):
             self._device.synchronise()  # no operation may be in flight when the pool closes a communicator
         self._pool.require(keys)
 
-    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of elements `[start, stop)` of `buffer`, a unit (bucket).
+    def run(self, act: Callable[[], None], *, stream: StreamSpec) -> Work:
+        """Call `act`, whose operations run on the CUDA stream of `stream.number`. Non-blocking.
 
-        It runs on the CUDA stream of `stream.number`, after the work that is queued on the current CUDA stream. Units
-        with the same stream number run one after another, even if different communicators reduce them.
+        They run after the work that is queued on the current CUDA stream. Units (buckets) with the same stream number
+        run one after another, even if different communicators reduce them.
         """
-        unit, device, timed = buffer.tensor[start:stop], self._device, recorder.times_wanted()
+        device, timed = self._device, recorder.times_wanted()
         packed = device.record_event()
-        with LAUNCH_LOCK, device.on(self._cuda_stream(stream.number)):
+        with device.on(self._cuda_stream(stream.number)):
             device.order_after(packed)
             begin = device.record_event(timed=True) if timed else None
-            try:
-                self._launch(unit, stream, op, scale)
-            except RuntimeError as err:
-                raise CommError(
-                    f"NCCL could not launch the all-reduce of elements [{start}, {stop}) on stream {stream.number}: "
-                    f"{err}; set NCCL_DEBUG=INFO and run again for details"
-                ) from err
+            act()
             return NcclWork(device, begin, device.record_event(timed=timed))
+
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`, a unit (bucket)."""
+        unit = buffer.tensor[start:stop]
+        what = f"all-reduce of elements [{start}, {stop})"
+        return self._run_nccl(lambda: self._launch(unit, stream, op, scale), stream, what)
+
+    def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
+        """Launch an all-to-all, or an all-gather if all ranks send one parcel of the same size to all ranks."""
+        lengths = parcels.lengths
+
+        def launch() -> None:
+            group = self._group(stream, Scope.ALL)
+            if parcels.shared and (lengths == lengths[0, 0]).all():
+                group.all_gather(incoming, outgoing.tensor)
+                return
+            rank = group.rank()
+            sent = outgoing.tensor.repeat(len(lengths)) if parcels.shared else outgoing.tensor
+            group.all_to_all(incoming, sent, parcels.received_by(rank), lengths[rank].tolist())
+
+        return self._run_nccl(launch, stream, "exchange of compressed numbers")
+
+    def _run_nccl(self, launch: Callable[[], None], stream: StreamSpec, what: str) -> Work:
+        """Call `launch`, which launches NCCL operations, on the CUDA stream of `stream.number`."""
+
+        def guarded() -> None:
+            try:
+                with LAUNCH_LOCK:
+                    self._pool.launched += 1
+                    launch()
+            except (RuntimeError, KeyError) as err:  # KeyError: another thread has aborted the communicator
+                raise CommError(
+                    f"NCCL could not launch the {what} on stream {stream.number}: {err}; set NCCL_DEBUG=INFO and run "
+                    "again for details"
+                ) from err
+
+        return self.run(guarded, stream=stream)
 
     def _cuda_stream(self, number: int) -> Any:  # Any: the class of streams depends on the device
         streams = self._pool.cuda_streams
@@ -514,7 +622,7 @@ def ask_for_launch_order() -> None:
     """Set `NCCL_LAUNCH_ORDER_IMPLICIT=1`, unless the user has set it. Called when `sirtaki.torch` is imported.
 
     NCCL reads this environment variable once, at its first launch. If CUDA and process groups are already in use, NCCL
-    may have read it before this call; this is noted for `NcclVersions.here`.
+    may have read it before this call. `NcclVersions.here` then reports `TOO_LATE`.
     """
     global _set_too_late
     if LAUNCH_ORDER not in os.environ:
@@ -552,7 +660,8 @@ class NcclGroup:
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
         """Launch a sum of `tensor` over ranks, times `scale`, in place, on the current CUDA stream.
 
-        NCCL computes it as an average or as a pre-multiplied sum. Return False, without a launch, if neither fits.
+        NCCL computes it as an average or as a pre-multiplied sum. Return False, without a launch, if NCCL can
+        compute neither for this dtype and scale.
         """
         if not tensor.is_floating_point():
             return False
@@ -579,6 +688,20 @@ class NcclGroup:
         """Launch an all-gather of `share` into `tensor` on the current CUDA stream."""
         self._order(self._group._allgather_base(tensor, share, _on_current_stream(AllgatherOptions())))
 
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Launch a broadcast of the `tensor` of rank `root` on the current CUDA stream."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        self._order(self._group.broadcast([tensor], _on_current_stream(options)))
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, source: list[int], to: list[int]) -> None:
+        """Launch an all-to-all of parts of `sent` and `received` on the current CUDA stream."""
+        self._order(self._group.alltoall_base(received, sent, source, to, _on_current_stream(AllToAllOptions())))
+
+    def rank(self) -> int:
+        """Return the rank of this process in the communicator."""
+        return int(self._group.rank())
+
     @staticmethod
     def _order(work: Any) -> None:  # Any: torch's `Work`, or None from torch 2.8 on
         if work is not None:
@@ -590,6 +713,13 @@ class NcclGroup:
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
+
+    def memory_bytes(self) -> int:
+        """Return the GPU memory of the communicator in bytes. 0 before PyTorch 2.12 and NCCL 2.29.7."""
+        try:
+            return int(self._group.memory_stats()["total"])
+        except (AttributeError, RuntimeError):
+            return 0
 
     def close(self) -> None:
         """Free the NCCL communicator. Collective. No operation may be in flight."""
@@ -637,7 +767,7 @@ class _Opening:
             Scope.NODE: (control.local_rank, control.local_size, f"node{control.node_ranks[0]}"),
             Scope.ACROSS: (control.cross_rank, control.cross_size, f"across{control.local_rank}"),
         }[key.scope]
-        self.store, _ = control.store()
+        self.store = control.store()
         self.prefix = f"{control.next_prefix()}/{name}"
         self.group: NcclGroup | None = None
         self.problem = ""
@@ -679,8 +809,7 @@ class _Opening:
     def abort(self) -> None:
         """Make the attempt fail if it is pending, or free the communicator that the attempt has opened."""
         if self.group is not None:
-            with contextlib.suppress(RuntimeError):
-                self.group.abort()
+            _abort(self.group)
 
 
 class NcclOpener:
@@ -759,7 +888,7 @@ class NcclOpener:
         control, opening = self._control, _Opening(self._control, self._device, FIRST, timeout=self._timeout)
         failed, within_s = f"{opening.prefix}/failed", self._timeout.total_seconds()
         # Poll the store over a second connection, because the attempt may block the first one. torch 2.4 cannot clone a
-        # store, so that nothing is polled.
+        # store, so nothing is polled with it.
         watched = opening.store.clone() if hasattr(opening.store, "clone") else None
         thread = threading.Thread(target=opening.attempt, name="sirtaki-nccl-start", daemon=True)
         thread.start()
@@ -838,7 +967,13 @@ def tunable_ways(control: ControlPlane, environ: Mapping[str, str] = os.environ)
     return () if chosen else tuple(NcclWay)
 
 
-def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float) -> Opener | None:
+GRADIENTS = "gradients"
+"""Name of the operations of gradient pipelines, for the log."""
+
+
+def find_nccl(
+    control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float, user: str = GRADIENTS
+) -> Opener | None:
     """Return an object that opens NCCL communicators between the GPUs of these ranks. Collective.
 
     If NCCL cannot be used, log the reason and return None.
@@ -848,32 +983,38 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
         device: GPU of this rank.
         forced: True if the user has asked for NCCL. NCCL is then tried even if ranks share a GPU.
         timeout_s: seconds after which an NCCL operation without progress fails.
+        user: name of the operations that will use NCCL, for the log. Other operations than gradients use NCCL only if
+            several communicators can run at the same time.
     """
     own = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
     gpus: list[str] = control.all_gather(own)
     if "" in gpus:
-        _log_reason(control, f"PyTorch has no NCCL on rank {gpus.index('')}")
+        _log_reason(control, user, f"PyTorch has no NCCL on rank {gpus.index('')}")
         return None
     if len(set(gpus)) < len(gpus) and not forced:
         shared = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
         ranks = [str(rank) for rank, gpu in enumerate(gpus) if gpu == shared]
-        _log_reason(control, f"ranks {' and '.join(ranks)} share one GPU, which NCCL refuses")
+        _log_reason(control, user, f"ranks {' and '.join(ranks)} share one GPU, which NCCL refuses")
         return None
     versions = NcclVersions.here()
     reasons = [reason for reason in control.all_gather(versions.why_one_stream) if reason]
     max_streams = 1 if reasons else versions.max_streams
-    opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=tunable_ways(control))
-    if problem := opener.open_first():  # for example a MIG slice, an old driver, a small /dev/shm
-        _log_reason(control, f"NCCL could not be started ({problem})")
+    if user != GRADIENTS and reasons:
+        _log_reason(control, user, reasons[0])
+        return None
+    ways = tunable_ways(control) if user == GRADIENTS else ()
+    opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways)
+    if problem := opener.open_first():  # typical causes: a MIG slice, an old driver, a small /dev/shm
+        _log_reason(control, user, f"NCCL could not be started ({problem})")
         return None
     if reasons:
         logger.info("Sirtaki runs NCCL all-reduces one at a time, on one communicator, because %s", reasons[0])
     return opener
 
 
-def _log_reason(control: ControlPlane, reason: str) -> None:
+def _log_reason(control: ControlPlane, user: str, reason: str) -> None:
     if control.rank == 0:
-        logger.warning("Sirtaki sends gradients through host memory instead of over NCCL, because %s", reason)
+        logger.warning("Sirtaki sends %s through host memory instead of over NCCL, because %s", user, reason)
 
 
 def _identity(device: CudaDevice, host: int) -> str:

@@ -28,14 +28,15 @@ import numpy as np
 import numpy.typing as npt
 
 from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
-from sirtaki.errors import AggregatorError, ConfigError
+from sirtaki.errors import AggregatorError, ConfigError, require
 from sirtaki.machine import Address, parse_address
 
 # ── packets and sockets ───────────────────────────────────────────────────────────────────────────────────────────────
 #
 # In the Libra paper, a packet contains pairs of row index and value. The packets here contain no indices: all ranks
-# send the frequent rows as one dense block of equal layout, with zeros for rows without a gradient. So packet s
-# contains the n floats of the block from position s · n on. A real switch would need the indices.
+# send the frequent rows as one dense block of equal layout, with zeros for rows without a gradient. Each packet
+# contains n floats, so packet s contains those from position s · n of the block on. A real switch would need the
+# indices.
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -52,7 +53,7 @@ HEADER = np.dtype(
         ("rank", "<u2"),
         ("ranks", "<u2"),  # number of ranks of the job
         ("job", "<u8"),
-        ("epoch", "<u8"),  # random id from the aggregator for the job, by which clients notice its restart
+        ("epoch", "<u8"),  # random id of the job in one run of the aggregator: clients notice a restart by it
         ("step", "<u4"),
         ("count", "<u4"),  # number of values in the step
         ("window", "<u4"),  # largest number of packets in flight per rank, set by the aggregator
@@ -280,7 +281,7 @@ def _reason(err: Exception) -> str:
 
 
 def _opened(address: Address, begin: Callable[[socket.socket, Any], None]) -> socket.socket:
-    """Return a UDP socket on which `begin` has bound or connected the address."""
+    """Create a UDP socket, and call `begin` (`socket.bind` or `socket.connect`) with it and the address."""
     family, _, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -315,11 +316,8 @@ class HeatLayout:
     registers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.width < 1 or (self.registers is not None and self.registers < 1):
-            raise ConfigError(
-                "the number of hot embedding rows (rows=), the values per row (width=) and the rows summed per network "
-                f"packet (registers=) must be at least 1, found {self}"
-            )
+        valid = min(self.rows, self.width, 1 if self.registers is None else self.registers) >= 1
+        require(valid, "HeatLayout", "numbers of at least 1", self)
 
     @property
     def floats(self) -> int:
@@ -473,12 +471,8 @@ class AggregatorClient:
         stall_s: float = 120.0,
         connect: Callable[[Address], Wire] = Wire.connected,
     ) -> None:
-        if not addresses or not 0 <= rank < ranks <= MAX_RANKS:
-            raise ConfigError(
-                "AggregatorClient needs at least 1 address of an aggregator (process that sums sparse gradients), "
-                f"ranks from 1 to {MAX_RANKS}, and rank from 0 to ranks - 1; found {len(addresses)} addresses, "
-                f"rank={rank} and ranks={ranks}"
-            )
+        require(addresses, "addresses", "at least one address of an aggregator", "none")
+        require(0 <= rank < ranks <= MAX_RANKS, "rank, ranks", f"0 <= rank < ranks <= {MAX_RANKS}", (rank, ranks))
         self._addresses = [parse_address(text) for text in addresses]
         self._names, self._connect, self._index = list(addresses), connect, 0
         self._layout, self._lost_s, self._stall_s = layout, lost_s, stall_s
@@ -491,7 +485,7 @@ class AggregatorClient:
 
     @property
     def resent(self) -> int:
-        """Return how many times this client has sent a packet again."""
+        """Return the number of packets that this client has sent again."""
         return self._previous.resent + self._current.resent
 
     def sum(self, values: Floats) -> Floats:
@@ -508,11 +502,9 @@ class AggregatorClient:
             AggregatorError: no aggregator answers or accepts the job, or no sum arrived for `stall_s`. The client is
                 unusable afterwards. Some ranks may have received the step's sums.
         """
-        if values.ndim != 2 or values.shape[1] != self._layout.width or not 0 < len(values) <= self._layout.rows:
-            expected = f"(1 … {self._layout.rows}, {self._layout.width})"
-            raise ConfigError(
-                f"the values for AggregatorClient.sum() must have the shape {expected}, found {values.shape}"
-            )
+        shape, most, width = values.shape, self._layout.rows, self._layout.width
+        valid = len(shape) == 2 and shape[1] == width and 0 < shape[0] <= most
+        require(valid, "AggregatorClient.sum()", f"values of shape (1 … {most}, {width})", shape)
         self._previous, self._current = self._current, self._previous
         self._current.begin(self._previous.number + 1, np.ascontiguousarray(values, np.float32).reshape(-1))
         self._run(lambda: self._current.is_complete)
@@ -647,9 +639,9 @@ class AggregatorClient:
 ONE = 1 << 16
 """The number 1.0 in fixed point with 16 fractional bits, the format of logarithms here."""
 
-_NEAREST = 1 << 11  # a table's key is a difference of logarithms with 5 integer and 11 fractional bits
-_FARTHEST = 31  # if a number is this many powers of two smaller than another, it is negligible
-_SPLIT = 12  # number of a float's fraction bits after the 11th
+_NEAREST = 1 << 11  # 1.0 in a table's key: a difference of logarithms, with 5 integer and 11 fractional bits
+_FARTHEST = 31  # difference of base-2 logarithms from which on the smaller summand is negligible
+_SPLIT = 12  # number of low-order mantissa bits that `log_m` ignores: 23 minus 11
 _LN2 = float(np.log(2.0))
 _TINY = -(1 << 30)  # stands for log2(0)
 
@@ -662,14 +654,15 @@ class Tables:
 
     def __init__(self) -> None:
         high = np.arange(4096)
-        m = 1.0 + (high & 2047) / 2048.0  # 1.f1…f11
+        m = 1.0 + (high & 2047) / 2048.0  # mantissa 1.f1…f11: its first 11 bits
         with np.errstate(divide="ignore"):
             self.exponent = np.arange(256, dtype=np.int64) - 127  # epoTable
             self.log_m = np.rint(ONE * np.log2(m)).astype(np.int64)
             self.log_rest = np.rint(256 * np.log2(high * 2.0**-23)).clip(_TINY).astype(np.int64)  # log Δm, 8 places
             self.log_m_ln2 = np.rint(256 * np.log2(m * _LN2)).astype(np.int64)
             keys = np.arange(65536)
-            self.small = np.rint(ONE * 2.0 ** (-keys / 256)).astype(np.int64)  # 2^(log Δm - log(m ln 2))
+            # Change of log2(m) by the mantissa's remaining bits Δm: Δm / (m ln 2), as a power of 2 of its logarithm.
+            self.small = np.rint(ONE * 2.0 ** (-keys / 256)).astype(np.int64)
             theta = -keys / _NEAREST
             self.plus = np.rint(ONE * np.log2(1.0 + 2.0**theta)).astype(np.int64)  # miTable
             self.minus = np.rint(ONE * np.log2(1.0 - 2.0**theta)).clip(_TINY).astype(np.int64)  # not in the paper
@@ -691,7 +684,7 @@ def table_sum(x: Floats, y: Floats) -> Floats:
     i, j = _log2(first), _log2(second)
     found = tables()
     theta = i - j
-    key = np.minimum((theta + 16) >> 5, 65535)  # rounds from 16 fractional bits to 11
+    key = np.minimum((theta + 16) >> 5, 65535)  # round from 16 fractional bits to 11
     same_sign = (first ^ second) >> 31 == 0
     step = np.where(same_sign, found.plus[key], found.minus[key])
     step = np.where(theta >= _FARTHEST * ONE, 0, step)
@@ -743,7 +736,7 @@ class StepRegisters:
         packets = -(-values // floats)
         self.frames = frames(packets, floats, PacketKind.SUM, ranks=ranks, count=values, **fields)
         self._sums = floats_of(self.frames)
-        # Note which packets of each rank were added, so that repeated packets are ignored, as in the Libra paper.
+        # Record which packets of each rank were added, so that repeated packets are ignored, as in the Libra paper.
         self._seen = np.zeros((ranks, packets), np.bool_)
         self._final = np.zeros(packets, np.bool_)
         self._add = table_sum if by_tables else np.add
@@ -788,7 +781,8 @@ class StepRegisters:
 class AggregationJob:
     """State of a job in the aggregator.
 
-    It exists from the job's first packet until all ranks have left, or until a new job needs its place after a silence.
+    It is created at the job's first packet. It is deleted when all ranks have left, or when a new job needs its place
+    and the job has been silent for `silent_s`.
     """
 
     def __init__(self, ranks: int, floats: int) -> None:
@@ -898,7 +892,8 @@ class Aggregator:
         """Return a job and its registers (sums) of a step. Create them at the first packet of the job or step.
 
         Returns:
-            The job and its registers. A text = the packet must be rejected for this reason. None = the step is too old.
+            The job and its registers. A string = the packet must be rejected, for the reason in the string. None = the
+            step is too old.
         """
         job = self._jobs.get(key)
         if job is None:

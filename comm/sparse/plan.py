@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sirtaki.errors import PlanError
+from sirtaki.errors import PlanError, require
 
 
 class SparsePath(Enum):
@@ -47,22 +47,12 @@ class SparsePlan:
     block_rows: int = 1
 
     def __post_init__(self) -> None:
-        if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
-            raise PlanError(
-                f"a sparse gradient has {len(self.hot_rows)} hot rows (often used rows of an embedding) and the "
-                f"algorithm {self.path.value}; hot_cold needs at least one hot row, and other algorithms must have none"
-            )
-        if any(low >= high for low, high in pairwise(self.hot_rows)):
-            raise PlanError("the indices of hot rows (often used rows of an embedding) must ascend, without duplicates")
-        if self.cold not in COLD_PATHS:
-            raise PlanError(
-                "the algorithm for cold rows (rarely used rows of an embedding) must be gather (all-gather) or owner "
-                f"(one rank sums each row), found {self.cold.value}"
-            )
-        if self.block_rows < 1:
-            raise PlanError(
-                f"block_rows (rows per block of a sparse gradient) must be at least 1, found {self.block_rows}"
-            )
+        rule = "at least one row with the algorithm hot_cold, and none with other algorithms"
+        require(bool(self.hot_rows) is (self.path is SparsePath.HOT_COLD), "hot_rows", rule, self.hot_rows, PlanError)
+        ascending = all(low < high for low, high in pairwise(self.hot_rows))
+        require(ascending, "hot_rows", "ascending indices", self.hot_rows, PlanError)
+        require(self.cold in COLD_PATHS, "cold", "gather or owner", self.cold.value, PlanError)
+        require(self.block_rows >= 1, "block_rows", "at least 1", self.block_rows, PlanError)
 
     @cached_property
     def hot_indices(self) -> npt.NDArray[np.int64]:

@@ -15,6 +15,7 @@ import torch
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import start_thread
 from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.comm.sparse.plan import SparsePath, SparsePlan
@@ -28,11 +29,11 @@ from sirtaki.machine import free_in_forked_children
 FIRST_REGION_BYTES = 1 << 20
 MAX_REGION_BYTES = 1 << 28
 """Largest size in bytes of the shared-memory region through which the ranks of a node exchange rows. Larger data are
-sent in several parts, one after another."""
+cut into several parts, which are sent one after another."""
 
 MAX_MESSAGE_BYTES = 1 << 28
-"""Largest number of bytes that one all-to-all sends over one stream (connection). MPI counts bytes with
-32 bits."""
+"""Largest number of bytes that one all-to-all sends over one stream (connection). There is a limit, because MPI counts
+bytes with 32 bits."""
 
 MIN_PIECE_BYTES = 1 << 15
 """Smallest size in bytes of the parts of a message that are sent over different streams (connections)."""
@@ -101,7 +102,11 @@ class SparseLanes:
         raise problem
 
     def _open(self, route: Route, streams: int) -> int:
-        count = 1 if route[0] is TransportKind.SHARED_MEMORY else min(streams, self._router.max_streams([route]))
+        count = (
+            1
+            if route[0] is TransportKind.SHARED_MEMORY
+            else min(streams, self._router.max_streams([route], fixed=True))
+        )
         self._router.open_streams(route, count)
         return count
 
@@ -135,7 +140,7 @@ class SparseLanes:
         except TransportError:
             if self._region is None:
                 raise
-            # Keep the smaller region, and do not try to enlarge it again until larger data come.
+            # Keep the smaller region. Do not try to enlarge it again until later data are also too large for it.
             self._needed_bytes = 0
             return
         self._region = FlatBuffer(regions[self._control.local_rank], regions)
@@ -152,7 +157,7 @@ class SparseLanes:
         return self._transfer([parcel], Parcels.to_all(lengths))
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
-        """All-gather integers, and return those of each rank, by rank. Ranks must pass equally many. Collective."""
+        """All-gather lists of integers of equal length, and return the list of each rank. Collective."""
         own = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8)
         return [part.view(torch.int64).tolist() for part in self.all_gather(own, [own.numel()] * self.size)]
 
@@ -192,14 +197,14 @@ class SparseLanes:
         return whole
 
     def _split(self, layout: Parcels) -> tuple[int, int]:
-        """Return into how many parts, sent one after another, data are cut, and how many streams carry each part.
+        """Return the number of rounds, one after another, in which data are sent, and the number of streams per round.
 
         Both numbers are equal on all ranks.
         """
         largest = layout.largest_outgoing_bytes
         if self._region is not None:
             self._needed_bytes = max(self._needed_bytes, largest)
-            # Reserve one byte per rank, because pieces of parcels may differ in length by a byte.
+            # Leave one byte free per rank, because the pieces of a parcel may differ in length by a byte.
             room = self._region.tensor.numel() - self.size
             return max(1, -(-largest // room)), 1
         width = max(1, min(self.exchange_streams, int(layout.lengths.max()) // MIN_PIECE_BYTES))
@@ -400,13 +405,13 @@ def _padded(n_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """Sum of a sparse gradient over ranks, with numbers of the summed rows. Equal on all ranks.
+    """Sum of a sparse gradient over ranks, and counts of the rows that ranks had. Equal on all ranks.
 
     Attributes:
         rows: sums of all rows that at least one rank had.
         n_touched: sum over ranks of the number of rows. A row counts once for each rank that had it.
         n_hot: number of hot (frequent) rows counted in `n_touched`.
-        by_rank: row indices of each rank. Empty if the algorithm does not reveal them.
+        by_rank: row indices of each rank. Empty if the algorithm does not send them to all ranks.
     """
 
     rows: Rows
@@ -439,7 +444,8 @@ def _gather(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 def owners_of(indices: torch.Tensor, n_ranks: int) -> torch.Tensor:
     """Return the rank that sums each row (its owner), `(n,)`.
 
-    Owners are chosen by a hash of the row index. Frequent rows, which are often adjacent, so have different owners.
+    Owners are chosen by a hash of the row index, so that frequent rows, which are often adjacent, have different
+    owners.
     """
     return ((indices * 2654435761) >> 15) % n_ranks
 
@@ -458,7 +464,9 @@ def _owner(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 def _dense_sum(
     rows: Rows, positions: torch.Tensor, n: int, form: RowFormat, lanes: SparseLanes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum rows over all ranks by one all-reduce of a dense buffer for `n` rows. Row i is at `positions[i]`. Collective.
+    """Sum rows over all ranks by one all-reduce of a dense buffer of `n` rows. Collective.
+
+    `positions[i]` is the position of this rank's row number i in the buffer.
 
     Returns:
         The sums, and for each row of the buffer the number of ranks that had the row.
@@ -545,15 +553,15 @@ class SparseWork(ThreadWork):
 
     @property
     def span_s(self) -> float:
-        """Return how many seconds the completed sum took, without its time in the queue."""
+        """Return the seconds that the completed sum took, without its time in the queue."""
         return self.done_s - self.begun_s
 
 
 class SparseWorker:
     """Thread that sums the sparse gradients of each iteration over ranks, in an order that `begin` sets.
 
-    A gradient that is submitted early waits for those before it in the order. So ranks need not agree on which
-    gradients the backward pass has computed.
+    A gradient that is submitted early waits for the gradients before it in the order. So all ranks sum the gradients in
+    the same order, without messages about which gradients the backward pass has computed.
 
     Attributes:
         lanes: streams (connections) that the thread uses, and `close` closes. Between iterations, other threads may use
@@ -575,7 +583,7 @@ class SparseWorker:
         self._early: dict[str, SparseWork] = {}
         self._works: queue.SimpleQueue[SparseWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sirtaki-sparse", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def begin(self, order: Sequence[str]) -> None:
         """Set the order, by parameter name, in which the next iteration's sparse gradients are summed.
@@ -587,7 +595,7 @@ class SparseWorker:
             self._early.clear()
 
     def submit(self, work: SparseWork) -> None:
-        """Queue a sparse gradient. It is summed after those before it in the order of `begin`.
+        """Queue a sparse gradient. It is summed after the gradients before it in the order of `begin`.
 
         Thread-safe, non-blocking.
         """

@@ -18,7 +18,7 @@ import resource
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -28,8 +28,10 @@ import numpy.typing as npt
 import torch
 
 from sirtaki.comm.control.failure import fresh
+from sirtaki.comm.control.waiting import start_thread
 from sirtaki.comm.device import Event
 from sirtaki.errors import CommError, TransportError
+from sirtaki.machine import explained
 
 from ..plan import NcclWay, TransportKind
 
@@ -58,7 +60,7 @@ class Parcels:
         return cls(np.repeat(each[:, None], len(each), axis=1), shared=True)
 
     def piece(self, number: int, of: int) -> Parcels:
-        """Return the sizes of part `number` of each parcel, if each is sent in `of` parts of about equal size."""
+        """Return the sizes of part `number` of each parcel. Each parcel is cut into `of` parts of about equal size."""
         return Parcels(self.lengths * (number + 1) // of - self.lengths * number // of, self.shared)
 
     def sent_by(self, rank: int) -> list[tuple[int, int]]:
@@ -92,18 +94,39 @@ sockets of the training script need the other file descriptors."""
 UNLIMITED = 1 << 30
 
 
+TUNED_CONNECTIONS = 48
+"""Largest total number of connections to other ranks that the streams of a route may have in this process, unless the
+user fixes the number of streams. A single stream may have more. If all ranks are on one node, the limit is half of this
+value, because several routes are tried, and streams share processors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """Numbers of file descriptors and threads that streams (parallel connections) use in this process."""
+    """Resources that streams (parallel connections) use in this process.
+
+    Attributes:
+        descriptors: number of file descriptors, including those of connections.
+        threads: number of threads.
+        connections: number of connections to other ranks.
+    """
 
     descriptors: int = 0
     threads: int = 0
+    connections: int = 0
 
     def __add__(self, other: StreamCost) -> StreamCost:
-        return StreamCost(descriptors=self.descriptors + other.descriptors, threads=self.threads + other.threads)
+        return StreamCost(
+            descriptors=self.descriptors + other.descriptors,
+            threads=self.threads + other.threads,
+            connections=self.connections + other.connections,
+        )
 
     def __mul__(self, streams: int) -> StreamCost:
-        return StreamCost(descriptors=self.descriptors * streams, threads=self.threads * streams)
+        return StreamCost(
+            descriptors=self.descriptors * streams,
+            threads=self.threads * streams,
+            connections=self.connections * streams,
+        )
 
 
 def raise_descriptor_limit() -> int:
@@ -140,7 +163,7 @@ def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
 def reserved(cost: StreamCost) -> Iterator[str]:
     """Check that this process can open as many file descriptors and start as many threads as `cost` states.
 
-    They are opened and started at the start of the `with` statement, and closed and ended at its end.
+    The check opens that many descriptors and starts that many threads. They exist until the end of the `with` body.
 
     Yields:
         Error message if a file descriptor cannot be opened or a thread cannot be started. Empty = no error.
@@ -151,18 +174,21 @@ def reserved(cost: StreamCost) -> Iterator[str]:
     problem = ""
     try:
         try:
-            # Open the files inside `extend`, which stores the earlier descriptors if an `open` fails, so that `finally`
-            # closes these descriptors.
+            # Open the files inside `extend`. If one cannot be opened, `extend` has stored the descriptors of the
+            # earlier ones, which `finally` closes.
             descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(cost.descriptors))
         except OSError as err:
-            problem = f"{cost.descriptors} more descriptors cannot be opened ({err}; the limit is {descriptor_limit()})"
+            problem = (
+                f"{cost.descriptors} more descriptors cannot be opened ({err}; the limit is {descriptor_limit()}, see "
+                "ulimit -Hn)"
+            )
         try:
             for _ in range(cost.threads):
                 thread = threading.Thread(target=release.wait, name="sirtaki-reserved", daemon=True)
                 thread.start()
                 threads.append(thread)
         except (RuntimeError, MemoryError) as err:
-            problem = problem or f"{cost.threads} more threads cannot be started ({err})"
+            problem = problem or f"{cost.threads} more threads cannot be started: {explained(err)}"
         yield problem
     finally:
         release.set()
@@ -251,11 +277,11 @@ class Worker:
         """Start the thread.
 
         Raises:
-            RuntimeError: the thread cannot be started.
+            CommError: the thread cannot be started.
         """
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self.thread.start()
+        start_thread(self.thread)
 
     def put(self, task: Callable[[], object]) -> None:
         """Queue a function, which the thread calls after those queued before. Thread-safe, non-blocking."""
@@ -289,11 +315,11 @@ class ThreadWork(Work):
 
     Attributes:
         begun_s: time at which the thread started the operation, by `time.perf_counter`. 0 = not started, or unknown.
-        done_s: time at which the operation ended, by the same clock. 0 = it has not ended.
+        done_s: time at which the operation ended, by `time.perf_counter`. 0 = it has not ended.
     """
 
     def __init__(self) -> None:
-        self._in_flight = threading.Lock()  # released when the work ends; a lock is cheaper than a `threading.Event`
+        self._in_flight = threading.Lock()  # held until the work ends; a lock is cheaper than a `threading.Event`
         self._in_flight.acquire()
         self._error: CommError | None = None
         self.begun_s = self.done_s = 0.0
@@ -356,7 +382,7 @@ class ThreadWork(Work):
         return self.done_s > 0.0
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """Return the times at which the helper thread started and ended the work. None = it has not done so yet."""
+        """Return the times at which the helper thread started and ended the work. None = not started, or not ended."""
         return self.begun_s or None, self.done_s or None
 
 
@@ -437,9 +463,10 @@ class Transport(ABC):
         return False
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
-        """Launch an all-to-all of parcels (messages between two ranks) in host memory. Collective, non-blocking.
+        """Launch an all-to-all of parcels (messages between two ranks). Collective, non-blocking.
 
-        A stream processes exchanges and all-reduces in the order of submission.
+        The parcels are in the memory of the transport's device: on a GPU with NCCL, else on the host. A stream
+        processes exchanges and all-reduces in the order of submission.
 
         Args:
             outgoing: parcels that this rank sends, uint8, contiguous by receiver. Must not be written until the work
@@ -452,6 +479,10 @@ class Transport(ABC):
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
         """Launch an all-to-all of parcels (messages) with at least one byte in all. Called by `exchange`."""
+        raise NotImplementedError
+
+    def run(self, act: Callable[[], None], *, stream: StreamSpec) -> Work:
+        """Call `act` so that its operations run on a CUDA stream. Non-blocking. Only NCCL's transports implement it."""
         raise NotImplementedError
 
     def keep(self, streams: int) -> None:  # noqa: B027 - most transports have nothing to close
@@ -488,11 +519,12 @@ class StreamTransport(Transport, Generic[Stream]):
         self.streams: list[Stream] = []
 
     @abstractmethod
-    def _open(self, number: int) -> Stream:
-        """Open the stream (connection) with index `number`. Collective.
+    def _open(self, numbers: range) -> Iterable[Stream]:
+        """Open the streams (connections) with these indices, and return or yield them in order. Collective.
 
         Raises:
-            TransportError: on all ranks, if any rank cannot open the stream.
+            TransportError: on all ranks, if any rank cannot open a stream. Streams that were yielded before it stay
+                open.
         """
 
     @abstractmethod
@@ -509,8 +541,8 @@ class StreamTransport(Transport, Generic[Stream]):
         """
         before = len(self.streams)
         try:
-            while len(self.streams) <= max(stream.number for stream in streams):
-                self.streams.append(self._open(len(self.streams)))
+            for opened in self._open(range(before, 1 + max(stream.number for stream in streams))):
+                self.streams.append(opened)
         except TransportError:
             self._close_after(before)
             raise
@@ -550,7 +582,7 @@ def open_together(
     try:
         opened.append(open_local())
     except (RuntimeError, MemoryError) as err:  # raised by PyTorch, MPI, and starts of threads
-        problem = f"{what}: {err}"
+        problem = f"{what}: {explained(err)}"
     try:
         agree(problem)
     except CommError:

@@ -13,23 +13,26 @@ import ctypes
 import datetime
 import itertools
 import os
+import pickle
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed import ReduceOp as TorchOp
 
 from sirtaki.comm import recorder
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.control.waiting import Deadline, Poll, unless_failed, wait_for
+from sirtaki.comm.control.waiting import WAIT_SLICE_S
 from sirtaki.comm.device import Event
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children, keep_in_forked_children
@@ -54,57 +57,167 @@ from .contract import (
 )
 from .shared_memory import reduce_share
 
-LONGEST_WAIT_S = 60.0
-"""Timeout of `WatchfulStore.wait` if the caller passes no timeout."""
+GIVE_UP_S = 5.0
+"""Seconds for which a rank still waits for its threads that open process groups, after a rank has failed. The wait is
+limited, because PyTorch 2.4's Gloo may wait forever for a peer that has given up."""
 
 
-class WatchfulStore(Store):
-    """Wrapper of a key-value store, whose waits for a key raise an error when the job fails.
+class GroupOpening:
+    """Opens several Gloo process groups at the same time, and exchanges the addresses of all of them at once.
 
-    Gloo uses the wrapper to connect its ranks. The caller must keep a reference to the wrapper as long as Gloo uses it.
+    Gloo stores a key with the addresses of each rank, and waits for the keys of all ranks. Each process group is opened
+    in a thread of its own. Once every thread waits for a key or has ended, the calling thread all-gathers the new keys
+    of all groups. So opening many groups takes as many messages as opening one, and needs no separate key-value store.
     """
 
-    def __init__(self, store: Store, failures: FailureBoard) -> None:
-        """Wrap `store`. Waits for keys raise an error once `failures` has recorded a failure of the job."""
-        super().__init__()
-        self._store, self._failures = store, failures
+    def __init__(self, gather: Callable[[Any], list[Any]], failures: FailureBoard) -> None:
+        """Prepare to open process groups.
 
-    def set(self, key: str, value: str) -> None:
-        """Set a key, like `Store.set`."""
-        self._store.set(key, value)
+        Args:
+            gather: returns the values of all ranks of the process groups, by rank. Collective.
+            failures: failure board of the job. A failure of the job ends all waits.
+        """
+        self._gather, self._failures = gather, failures
+        self._changed = threading.Condition()
+        self._keys, self._new = dict[str, bytes](), dict[str, bytes]()
+        self._rounds = self._waiting = 0
+        self._problem, self._give_up_s = "", 0.0
 
-    def get(self, key: str) -> bytes:
-        """Wait for a key and return its value, like `Store.get`.
+    def open(self, creators: Sequence[Callable[[Store], ProcessGroupGloo]]) -> list[ProcessGroupGloo]:
+        """Open a process group by each of `creators`, functions that get the store for their group. Collective.
+
+        All ranks take part until all groups are opened or have failed, so no rank waits for a rank that has failed.
 
         Raises:
+            RuntimeError: a group could not be opened on this rank.
             CommError: the job has failed.
         """
-        self.wait([key])
-        return self._store.get(key)
+        outcomes = [Future[ProcessGroupGloo]() for _ in creators]
+        stores = [_OpeningStore(self, f"{number}/") for number in range(len(creators))]
+        for create, store, outcome in zip(creators, stores, outcomes, strict=True):
+            try:
+                threading.Thread(
+                    target=self._run, args=(partial(create, store), outcome), name="sirtaki-opening", daemon=True
+                ).start()
+            except RuntimeError as err:
+                outcome.set_exception(err)
+        try:
+            while not self._exchange(outcomes):
+                pass
+        except BaseException as err:
+            for outcome in outcomes:
+                outcome.cancel()
+            self._deliver({}, str(err) or "interrupted")
+            raise
+        ended = [outcome for outcome in outcomes if not outcome.cancelled()]
+        errors = [error for outcome in ended if (error := outcome.exception()) is not None]
+        if errors or self._problem:
+            for outcome in ended:
+                if outcome.exception() is None:
+                    _abort(outcome.result())
+            raise RuntimeError(str(errors[0]) if errors else self._problem) from (errors[0] if errors else None)
+        _stores_in_use.extend(stores)
+        self._keys.clear()  # because Gloo reads no key once it is connected
+        return [outcome.result() for outcome in outcomes]
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return the sum, like `Store.add`."""
-        return self._store.add(key, amount)
+    def _run(self, create: Callable[[], ProcessGroupGloo], outcome: Future[ProcessGroupGloo]) -> None:
+        """Run a thread that opens one process group. Close the group if the caller no longer waits for it."""
+        error, group = None, None
+        try:
+            group = keep_in_forked_children(create())
+        except BaseException as raised:
+            error = raised
+        with self._changed:
+            if not outcome.set_running_or_notify_cancel():
+                if group is not None:
+                    _abort(group)
+            elif group is None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(group)
+            self._changed.notify_all()
 
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set, like `Store.check`."""
-        return self._store.check(keys)
+    def _exchange(self, outcomes: Sequence[Future[ProcessGroupGloo]]) -> bool:
+        """All-gather the new keys once no thread of this rank can continue. Return whether all ranks have finished."""
+        while True:
+            self._failures.check()
+            with self._changed:
+                running = sum(not outcome.done() for outcome in outcomes)
+                if running == self._waiting:
+                    break
+                if self._problem and time.monotonic() > self._give_up_s:
+                    for outcome in outcomes:
+                        outcome.cancel()  # if the thread still opens the group later, it closes the group
+                    continue
+                self._changed.wait(WAIT_SLICE_S)
+        errors = [each.exception() for each in outcomes if each.done() and not each.cancelled()]
+        problem = next((str(error) for error in errors if error is not None), "")
+        new, self._new = self._new, {}
+        packed: list[tuple[bool, str, bytes]] = self._gather(
+            (not running, problem, zlib.compress(pickle.dumps(new), 1))
+        )
+        received: dict[str, bytes] = {}
+        for _, _, keys in packed:
+            received |= pickle.loads(zlib.decompress(keys))
+        all_done = all(done for done, _, _ in packed)
+        failed = next((f"rank {rank} failed: {text}" for rank, (_, text, _) in enumerate(packed) if text), "")
+        if not (received or all_done or failed):
+            failed = "Gloo waits for a key that no rank sets"
+        self._deliver(received, failed)
+        return all_done
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set, like `Store.wait`.
+    def _deliver(self, keys: Mapping[str, bytes], problem: str) -> None:
+        """Wake the threads that wait for keys. They continue with `keys`, or raise an error if there is a `problem`."""
+        with self._changed:
+            self._keys.update(keys)
+            if problem and not self._problem:
+                self._problem, self._give_up_s = problem, time.monotonic() + GIVE_UP_S
+            self._rounds, self._waiting = self._rounds + 1, 0
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a key of this rank. Thread-safe."""
+        with self._changed:
+            self._keys[key] = self._new[key] = value
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and return its value. Thread-safe.
 
         Raises:
-            CommError: the job has failed, or a key was not set within the timeout.
+            RuntimeError: a rank cannot open its process group, or the job has failed.
         """
-        limit_s = LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
-        wanted = list(keys)
-        if not wait_for(
-            lambda: self._store.check(wanted), Deadline.after(limit_s), Poll.SLICES, failures=self._failures
-        ):
-            raise CommError(
-                f"a rank did not set the keys {', '.join(keys)} in PyTorch's key-value store within "
-                f"{limit_s:.0f} s; that rank hangs or has exited: look at the logs of all ranks"
-            )
+        with self._changed:
+            while key not in self._keys:
+                if self._problem:
+                    raise RuntimeError(self._problem)
+                self._waiting, rounds = self._waiting + 1, self._rounds
+                self._changed.notify_all()
+                while self._rounds == rounds:
+                    self._changed.wait()
+            return self._keys[key]
+
+
+class _OpeningStore(Store):
+    """Key-value store of one process group that a `GroupOpening` opens."""
+
+    def __init__(self, opening: GroupOpening, prefix: str) -> None:
+        super().__init__()
+        self._opening, self._prefix = opening, prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._opening.set(self._prefix + key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        return self._opening.get(self._prefix + key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+
+_stores_in_use: list[Store] = []
+"""Stores of all process groups. They must not be freed, because a process group may call its store later, but keeps no
+reference to the Python object."""
 
 
 MAX_STREAMS = 24
@@ -112,7 +225,7 @@ RENDEZVOUS_TIMEOUT_S = 60.0
 """Timeout for connecting the ranks by one process group. It may be short, because all ranks begin at the same time."""
 
 UNUSED_TAG = (1 << 31) - 1
-"""Tag that no message sent by `GlooTransport.send_receive` has."""
+"""Message tag that `GlooTransport.send_receive` never uses."""
 
 END_S = 1.0
 """Seconds for which `GlooTransport.close` waits for its threads. Threads that have not ended by then keep running."""
@@ -173,8 +286,8 @@ class _GlooUnitWork(Work):
             self._work.wait()  # raises if the reduction has failed
         except RuntimeError as err:
             raise CommError(
-                f"Gloo failed in {self._what}; most likely a rank has ended or its network is down (look at the "
-                f"logs of all ranks): {err}"
+                f"the Gloo operation {self._what} failed; most likely a rank has ended or its network is down (look "
+                f"at the logs of all ranks): {err}"
             ) from err
         scale_(self._result, self._scale)
         self._done = True
@@ -187,7 +300,7 @@ def _abort(group: ProcessGroupGloo) -> None:
 
 
 _open_lock = free_in_forked_children(threading.Lock())
-_kept_until_exit: list[list[ProcessGroupGloo]] = []  # never freed, because freeing a group may block
+_kept_until_exit: list[list[ProcessGroupGloo]] = []  # keep the references, because freeing a group may block
 _SO_ATTACH_FILTER, _RETURN = 26, 0x06  # constants of asm/socket.h and linux/bpf_common.h
 
 
@@ -253,7 +366,7 @@ def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
     group = keep_in_forked_children(ProcessGroupGloo(store, rank, size, options))
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # if "1", the ranks connect later
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # with "1", ranks connect at the first operation
         _reject_connections(listeners)
     return group
 
@@ -267,8 +380,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def __init__(
         self,
         *,
-        store: Store,
-        prefix: Callable[[], str],
+        gather: Callable[[Any], list[Any]],
         address: str,
         rank: int,
         size: int,
@@ -279,8 +391,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         """Create the transport. `open_streams` connects the ranks.
 
         Args:
-            store: store through which the ranks exchange addresses.
-            prefix: returns a new prefix for keys of the store at each call, equal on all ranks.
+            gather: returns the values of all participating ranks, by rank. Collective.
             address: address at which other ranks can reach this host.
             rank: rank of this process among the participating ranks.
             size: number of participating ranks.
@@ -290,36 +401,41 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             failures: record of the job's failure. Once it contains a failure, opening streams raises an error.
         """
         super().__init__()
-        self._store, self._prefix, self._address = store, prefix, address
+        self._gather, self._address = gather, address
         self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
         self._messages: set[object] = set()  # one entry for each call of `send_receive` in flight
-        self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
+        self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2, connections=size - 1)
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
-    def _open(self, number: int) -> ProcessGroupGloo:
+    def _open(self, numbers: range) -> list[ProcessGroupGloo]:
+        """Open streams, each a process group, at the same time."""
+        if not numbers:
+            return []
+        what = f"Gloo stream{'s' * (len(numbers) > 1)} {numbers[0]}{f' to {numbers[-1]}' * (len(numbers) > 1)}"
+        # Create one Gloo device per stream, because each Gloo device has an I/O thread.
+        devices = open_together(
+            what,
+            lambda: [_open_and_list(lambda: _open_device(self._address), sockets=1) for _ in numbers],
+            agree=self._agree,
+        )
+        creators = [partial(self._create, device) for device, _ in devices]
+        groups = open_together(
+            what,
+            lambda: GroupOpening(self._gather, self._failures).open(creators),
+            agree=self._agree,
+            close=lambda groups: list(map(_abort, groups)),
+        )
+        for (_, listeners), group in zip(devices, groups, strict=True):
+            _reject_connections(listeners)  # no more are needed, because all ranks are connected
+            group._set_default_timeout(self._timeout)
+        return groups
+
+    def _create(self, device: object, store: Store) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
         options._threads = 1
         options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-        store = PrefixStore(self._prefix(), self._store)
-        what = f"Gloo stream {number}"
-        # Create one Gloo device per stream, because each Gloo device has an I/O thread.
-        device, listeners = open_together(
-            what, lambda: _open_and_list(lambda: _open_device(self._address), sockets=1), agree=self._agree
-        )
         options._devices = [device]
-        group = open_together(
-            what,
-            lambda: unless_failed(
-                lambda: keep_in_forked_children(ProcessGroupGloo(store, self._rank, self._size, options)),
-                failures=self._failures,
-                undo=_abort,
-            ),
-            agree=self._agree,
-            close=_abort,
-        )
-        _reject_connections(listeners)  # because all ranks are connected now
-        group._set_default_timeout(self._timeout)
-        return group
+        return ProcessGroupGloo(store, self._rank, self._size, options)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
@@ -385,9 +501,9 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def _fail_messages(self, group: ProcessGroupGloo) -> None:
         """Make all pending waits for messages of `send_receive` on `group` fail.
 
-        To this end, wait 1 ms for a message that is never sent. When this wait times out, Gloo fails all other waits of
-        the group. `abort` would not end them. They must end now, because a thread that returns from such a wait at
-        interpreter exit kills the process.
+        The method waits 1 ms for a message that is never sent. When this wait times out, Gloo fails all other waits of
+        the group, which `abort` would not end. The waits must end now, because a thread that returns from such a wait
+        at interpreter exit kills the process.
         """
         with contextlib.suppress(RuntimeError):
             peer = (self._rank + 1) % self._size
@@ -397,7 +513,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def _close_streams(self, streams: list[ProcessGroupGloo]) -> bool:
         """Abort the process groups of `streams`, and wait up to `END_S` for their threads.
 
-        The last reference to each process group is dropped in a helper thread. Dropping it may block, because an
+        The last reference to each process group is dropped in a helper thread, because dropping it may block: an
         all-reduce that starts to wait while its connection is being closed blocks until its timeout.
         """
         if self._messages:  # messages are in flight only if the job has failed
@@ -406,7 +522,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         boxes: list[list[ProcessGroupGloo]] = []
         while streams:
             boxes.append([streams.pop()])
-            _abort(boxes[-1][0])  # a local variable would be another reference
+            _abort(boxes[-1][0])  # not through a local variable, which would be another reference to the group
         enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
         for ender in enders:
             try:
@@ -421,8 +537,8 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 
 
 ONE_HOP_BYTES = 16 << 10
-"""Largest size in bytes of a unit (bucket) that each rank sends whole to all peers. Every rank then reduces the whole
-unit. Of larger units, each rank reduces one part."""
+"""Largest size in bytes of a unit (bucket) that each rank sends whole to all peers, so that every rank reduces the
+whole unit. Larger units are cut into one part per rank, and each rank reduces one part."""
 
 MOST_SENDING = 3
 """Largest number of units (buckets) of one stream (set of connections) whose summands are sent at the same time."""
@@ -441,7 +557,7 @@ class _Path:
             RuntimeError: a thread cannot be started.
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
-        self._submitted = self._begun = 0  # numbers of units that were submitted and begun
+        self._submitted = self._begun = 0  # counts of units
         self._sending: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
         self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))
@@ -469,11 +585,11 @@ class _Path:
         """Send each part of a unit (bucket) to the rank that reduces the part.
 
         Returns:
-            Function that waits for the summands of this rank's part, reduces them and sends the sum to the peers. It
-            returns another function, which waits for the sums of the remaining parts.
+            Function that waits for the summands of this rank's part, reduces them and sends the sum to the peers. The
+            function returns a second function, which waits for the sums of the other parts.
         """
         rank, size, numel = self._rank, self._size, unit.numel()
-        tag = 2 * self._begun % (UNUSED_TAG - 1)  # the tag of the summands; the sums have `tag + 1`
+        tag = 2 * self._begun % (UNUSED_TAG - 1)  # tag of the summands; `tag + 1` is that of the sums
         in_one_hop = numel * unit.itemsize <= ONE_HOP_BYTES or numel < size
         bounds = [numel * part // size for part in range(size + 1)]
         parts = [unit] * size if in_one_hop else [unit[low:high] for low, high in itertools.pairwise(bounds)]
@@ -515,17 +631,22 @@ class DirectTransport(GlooTransport):
         self._paths: list[_Path] = []
         self.stream_cost += StreamCost(threads=2)
 
-    def _open(self, number: int) -> ProcessGroupGloo:
-        path = open_together(
-            f"Gloo stream {number}", lambda: _Path(self, number, self._rank, self._size), agree=self._agree
-        )
+    def _open(self, numbers: range) -> list[ProcessGroupGloo]:
+        def start() -> list[_Path]:
+            return [_Path(self, number, self._rank, self._size) for number in numbers]
+
+        def end(paths: list[_Path]) -> None:
+            for path in paths:
+                path.end()
+
+        paths = open_together("threads of Gloo streams", start, agree=self._agree, close=end)
         try:
-            group = super()._open(number)
+            groups = super()._open(numbers)
         except CommError:
-            path.end()
+            end(paths)
             raise
-        self._paths.append(path)
-        return group
+        self._paths += paths
+        return groups
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]

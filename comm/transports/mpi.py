@@ -8,7 +8,8 @@ Gloo is faster.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,13 +102,17 @@ class MpiTransport(StreamTransport[_MpiStream]):
         super().__init__()
         self._duplicate, self._agree = duplicate, agree
 
-    def _open(self, number: int) -> _MpiStream:
-        return open_together(
-            f"MPI stream {number}",
-            lambda: _MpiStream(self._duplicate(), number),
-            agree=self._agree,
-            close=lambda stream: self._close_streams([stream]),
-        )
+    def _open(self, numbers: range) -> Iterator[_MpiStream]:
+        for number in numbers:
+            yield open_together(
+                f"MPI stream {number}",
+                partial(self._make, number),
+                agree=self._agree,
+                close=lambda stream: self._close_streams([stream]),
+            )
+
+    def _make(self, number: int) -> _MpiStream:
+        return _MpiStream(self._duplicate(), number)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]

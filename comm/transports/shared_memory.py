@@ -6,7 +6,7 @@ With several nodes (the hierarchical algorithm), each rank first reduces its sha
 local rank then reduce the share between nodes, over another transport. Finally each rank writes the result to all
 buffers of its node.
 
-A unit passes three stages. Counters in shared memory record how many units each rank has brought to a stage:
+A unit passes three stages. Counters in shared memory record how many units each rank has posted and reduced:
 
     posted      this rank's gradients are in its buffer
     reduced     this rank has written its share to all buffers
@@ -27,7 +27,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,7 +37,7 @@ from sirtaki.comm.control.failure import caused
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import wait_for_work
 from sirtaki.errors import CommError, PeerLostError, TransportError
-from sirtaki.machine import is_alive, private_in_forked_children
+from sirtaki.machine import explained, is_alive, private_in_forked_children
 
 from ..plan import TransportKind
 from .contract import (
@@ -89,7 +89,7 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
                     )
         except OSError as err:
             problem = f"rank {control.rank}: {err}"
-        # Gather the errors. After this gather, all ranks have opened the files, so that each rank may close its own.
+        # Gather the errors. After this gather, each rank may close its own file, because all ranks have opened it.
         problems = [text for text in control.all_gather(problem) if text]
     if problems:
         for number in opened:
@@ -118,7 +118,7 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
         # Reserve the pages now, so that lack of memory raises an error here, and no SIGBUS ends the process later.
         os.posix_fallocate(descriptor, 0, length)
     except (OSError, AttributeError) as err:  # AttributeError on systems other than Linux
-        problem = f"rank {control.rank}: {err}"
+        problem = f"rank {control.rank}: {length} bytes of shared memory: {explained(err)}"
     peers: list[int] = []
     try:
         peers = open_peers(control, descriptor, os.O_RDWR, problem)
@@ -128,7 +128,7 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
                 for rank, peer in zip(control.node_ranks, peers, strict=True)
             ]
         except (OSError, RuntimeError, MemoryError) as err:
-            regions, problem = [], f"{length} bytes of shared memory cannot be mapped: {err}"
+            regions, problem = [], f"{length} bytes of shared memory cannot be mapped: {explained(err)}"
         control.agree_on_success(problem)
         return regions
     finally:
@@ -150,12 +150,18 @@ def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
     return torch.from_numpy(memory)  # the tensor keeps a reference to the array
 
 
+MAX_PIDFDS = 4
+"""Largest number of peers on the node whose exit a stream detects without delay, by a process descriptor (pidfd) for
+each. The exit of other peers is detected later, by polling, or reported by ranks that have a process descriptor of
+them."""
+
+
 class Doorbell:
     """Lets threads of the ranks of a node wake each other. Each rank has a pipe into which its peers write bytes.
 
     The value of a byte has no meaning, because the woken thread reads counters in shared memory. Writing a byte never
-    blocks: if the pipe is full, the reader will wake up anyway. What a rank has written to shared memory before it
-    writes a byte is visible to the rank that reads the byte, because the system calls act as memory barriers.
+    blocks: if the pipe is full, the reader will wake up anyway. The rank that reads a byte sees all that the writer has
+    written to shared memory before the byte, because the system calls act as memory barriers.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -166,8 +172,8 @@ class Doorbell:
         """
         self._inbox = offered = -1
         self._outboxes: list[int] = []
-        self._lives: dict[int, int] = {}  # ranks of the node by process descriptor (pidfd)
-        self._polled: dict[int, int] = {}  # ranks of the node without a pidfd, by process id
+        self._lives: dict[int, int] = {}  # watched peers: process descriptor (pidfd) → rank
+        self._polled: dict[int, int] = {}  # other peers of the node: process id → rank
         problem = ""
         try:
             self._inbox, offered = os.pipe()
@@ -185,10 +191,13 @@ class Doorbell:
         self._own = self._outboxes[control.local_rank]
         self._poll = select.poll()
         self._poll.register(self._inbox, select.POLLIN)
-        pids = control.all_gather(os.getpid())
-        for rank in control.node_ranks:
-            if rank != control.rank:
+        pids, size = control.all_gather(os.getpid()), control.local_size
+        for distance in range(1, size):
+            rank = control.node_ranks[(control.local_rank + distance) % size]
+            if distance <= MAX_PIDFDS:
                 self._watch(pids[rank], rank)
+            else:
+                self._polled[pids[rank]] = rank
 
     def _watch(self, pid: int, rank: int) -> None:
         """Make `listen` report when the process `pid` of `rank` ends."""
@@ -259,7 +268,8 @@ WIDEN: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.MIN: lambda wide, halves: torch.minimum(wide, halves.float(), out=wide),
     ReduceOp.MAX: lambda wide, halves: torch.maximum(wide, halves.float(), out=wide),
 }
-"""Functions that reduce a tensor of 16-bit floats into a float32 tensor, in place."""
+"""Functions that reduce a tensor of 16-bit floats (second argument) into a float32 tensor (first argument), in
+place."""
 
 CHUNK_ELEMENTS = 32768
 """Number of elements that one call of torch or NumPy reduces. It is small, so that the elements fit into the L2 cache,
@@ -289,7 +299,7 @@ def reduce_share(
     dtype = torch.float32 if halves else buffers[0].dtype
     scratch = torch.empty(min(CHUNK_ELEMENTS, stop - start), dtype=dtype, device="cpu")
     combine, widen = COMBINE[op], WIDEN[op]
-    # Use NumPy except for 16-bit floats, because it is faster than torch here. NumPy has no bfloat16.
+    # Use NumPy, because it is faster than torch here, but torch for 16-bit floats, because NumPy has no bfloat16.
     arrays, targets = ([] if halves else [each.numpy() for each in side] for side in (buffers, outputs))
     with np.errstate(all="ignore"):  # NumPy must not warn of overflows; the results are inf or nan
         for low in range(start, stop, CHUNK_ELEMENTS):
@@ -315,11 +325,12 @@ NO_BUFFER = FlatBuffer(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 @dataclass(slots=True, eq=False)
 class _UnitTask:
-    """An all-reduce of a unit (bucket), an all-to-all, or a call of `visit`, in flight on a stream.
+    """An operation in flight on a stream: an all-reduce of a unit (bucket), an all-to-all, or a `visit`, in which a
+    function of the caller reads the other ranks' buffers.
 
     Attributes:
         posted: True if this rank's counter of posted tasks includes this task. Peers read the counter.
-        receive: function that reads the buffers of peers, for an all-to-all or a visit. None = an all-reduce.
+        receive: function that reads the other ranks' buffers, for an all-to-all or a visit. None for an all-reduce.
     """
 
     buffer: FlatBuffer
@@ -360,9 +371,9 @@ class _SharedMemoryStream:
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
         self._incoming: queue.SimpleQueue[_UnitTask | Callable[[], None]] = queue.SimpleQueue()
-        # While a function of `prepare` is still queued, later units are queued behind it, and the stream's thread posts
-        # them. The caller counts these functions and units in `_to_prepare`, and the thread counts in `_prepared` those
-        # that it has called or posted.
+        # While a function of `prepare` is queued, later units are queued after it, and the stream's thread posts them.
+        # `_to_prepare` counts the functions and units that the caller has queued so. `_prepared` counts those that the
+        # thread has called or posted.
         self._to_prepare = self._prepared = 0
         self._to_reduce: deque[_UnitTask] = deque()
         self._to_complete: deque[_UnitTask] = deque()
@@ -383,7 +394,7 @@ class _SharedMemoryStream:
                     thread.start()
                     self._threads.append(thread)
             except (RuntimeError, MemoryError) as err:
-                problem = f"shared-memory stream {index}: {err}"
+                problem = f"shared-memory stream {index}: {explained(err)}"
             control.agree_on_success(problem)
         except CommError:
             self.close()
@@ -396,7 +407,7 @@ class _SharedMemoryStream:
         """
         self._to_prepare += 1
         self._incoming.put(act)
-        if self._to_prepare - self._prepared == 1:  # else the thread is awake, and empties the queue
+        if self._to_prepare - self._prepared == 1:  # else the thread is awake already
             self._doorbell.ring_own()
 
     def submit(self, task: _UnitTask) -> None:
@@ -413,7 +424,7 @@ class _SharedMemoryStream:
         self._incoming.put(task)
         self._post()
         posted = self._counters[POSTED]
-        if posted.min() == posted[self._me]:  # all have posted; else a later peer wakes the thread
+        if posted.min() == posted[self._me]:  # else the last rank to post wakes the thread
             self._doorbell.ring_own()
 
     def _post(self) -> None:
@@ -421,13 +432,14 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # not Linux, or a sandbox forbids it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # so that it preempts no computing thread
+        # With this policy, the thread preempts no computing thread. The call fails outside Linux and in some sandboxes.
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             while not self._closing:
                 if not self._advance():
                     for rank in self._doorbell.listen(timeout_s=1.0):
-                        self._advance()  # because the rank may have posted units before it ended
+                        self._advance()  # reduce units that the rank has posted before it ended
                         self._fail_units_of(rank)
         except Exception as err:  # any error must wake the waiting threads
             self._fail(err)
@@ -438,7 +450,7 @@ class _SharedMemoryStream:
         self._control.failures.report(err)
 
     def _advance(self) -> bool:
-        """Reduce this rank's share of units (buckets) that all ranks have posted. End units that all have reduced.
+        """Reduce this rank's share of units (buckets) that all ranks have posted. End completely reduced units.
 
         Return whether a unit was reduced or ended.
         """
@@ -500,7 +512,7 @@ class _SharedMemoryStream:
         self._crossing.put((task, work))
 
     def _distribute_shares(self) -> None:
-        """Wait until this rank's shares of units (buckets) are reduced between nodes, and copy them to all ranks here.
+        """Wait until this rank's shares of units (buckets) are reduced between nodes. Copy them to the node's ranks.
 
         Loops in the second thread of the stream, until the stream is closed.
         """
@@ -531,7 +543,8 @@ class _SharedMemoryStream:
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
         self._control.failures.report(error)
         for tasks in (self._to_reduce, self._to_complete):
-            while tasks:  # empty the queue, because `finish` may be called only once per unit, and other ranks may end
+            # Remove each failed unit. Otherwise this method would call its `finish` again when another rank ends.
+            while tasks:
                 tasks.popleft().work.finish(error)
 
     def close(self) -> bool:
@@ -569,16 +582,20 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         super().__init__()
         self._control, self._across = control, across
         peers = control.local_size
-        # Count a pipe and a process descriptor per peer, the two ends of this rank's own pipe, and one more for files
-        # that are open only while the stream is opened.
-        self.stream_cost = StreamCost(descriptors=2 * peers + 3, threads=1)
+        # Count one pipe end per peer, the process descriptors of peers, the two ends of this rank's own pipe, and one
+        # file that is open only while the stream is opened.
+        watched = min(peers, MAX_PIDFDS)
+        self.stream_cost = StreamCost(
+            descriptors=peers + watched + 3, threads=1, connections=peers - 1 if across is None else 0
+        )
         if across is not None:
             example = across()
             self.max_streams = example.max_streams
             self.stream_cost += example.stream_cost + StreamCost(threads=1)
 
-    def _open(self, number: int) -> _SharedMemoryStream:
-        return _SharedMemoryStream(self._control, number, self._across() if self._across is not None else None)
+    def _open(self, numbers: range) -> Iterator[_SharedMemoryStream]:
+        for number in numbers:
+            yield _SharedMemoryStream(self._control, number, self._across() if self._across is not None else None)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Launch the all-reduce of elements `[start, stop)` of `buffer`. `buffer` must be in shared memory."""

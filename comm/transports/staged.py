@@ -9,7 +9,7 @@ the GPU. So units are copied while other units are reduced.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from sirtaki.comm.control.failure import FailureBoard
@@ -44,7 +44,7 @@ class _StagedWork(ThreadWork):
         self.copied: Event | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the copy of the result to the GPU is launched. Make the current CUDA stream wait for the copy.
+        """Block until the copy of the result to the GPU is launched. Then the current CUDA stream waits for the copy.
 
         Return False if the copy is not launched within `timeout_s`.
         """
@@ -55,12 +55,13 @@ class _StagedWork(ThreadWork):
 
 
 class _StagedStream:
-    """One stream of the transport: for each direction of copies, host and GPU, one CUDA stream and one thread."""
+    """One stream of the transport: a CUDA stream and a thread for copies to the host, and the same for copies back."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
         self._out_stream, self._back_stream = device.make_stream(), device.make_stream()
         self._to_host, self._to_gpu = Worker(f"sirtaki-staged-out-{index}"), Worker(f"sirtaki-staged-back-{index}")
+        self._copied: Event = None  # event after the last copy to the GPU
         for worker in (self._to_host, self._to_gpu):
             worker.put(device.enter_thread)
 
@@ -90,15 +91,23 @@ class _StagedStream:
             wait_for_work([reduced], failures=self._failures, blame_s=None)
             with device.on(self._back_stream):
                 device.launch(copy_, on_gpu, on_host)
-                work.copied = device.record_event()
+                work.copied = self._copied = device.record_event()
 
         self._to_host.put(partial(work.attempt, reduce, failed))
         return work
 
     def close(self) -> None:
-        """End the two threads after they have processed their queued units (buckets)."""
-        for worker in (self._to_host, self._to_gpu):
-            join_workers([worker], within_s=2.0)
+        """End the two threads after they have processed their queued units (buckets), and wait for the GPU's copies.
+
+        The caller may then free the host memory.
+        """
+        join_workers([self._to_host], within_s=2.0)
+        self._to_gpu.put(self._wait_for_copies)
+        join_workers([self._to_gpu], within_s=2.0)
+
+    def _wait_for_copies(self) -> None:
+        if self._copied is not None:
+            self._device.wait_for(self._copied)
 
 
 class StagedTransport(StreamTransport[_StagedStream]):
@@ -124,8 +133,9 @@ class StagedTransport(StreamTransport[_StagedStream]):
         self._inner.open_streams(streams)
         super().open_streams(streams)
 
-    def _open(self, number: int) -> _StagedStream:
-        return _StagedStream(number, self._device, self._inner, self._failures)
+    def _open(self, numbers: range) -> Iterator[_StagedStream]:
+        for number in numbers:
+            yield _StagedStream(number, self._device, self._inner, self._failures)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         """Launch the all-reduce of elements `[start, stop)` of `buffer` through its host copy, `buffer.mirror`.

@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sirtaki.autotune.model.replayer import Phase
+from sirtaki.measures import counted
 
-from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, counted, write_whole
+from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, write_whole
 
 LARGEST_DRIFT = 500e-6
 """Largest drift between two clocks that the alignment of clocks assumes, in seconds per second. Clocks of real machines
 drift less than a tenth of this."""
 
 DRIFT_PRICE = 0.1
-"""Weight of drift in the cost function by which clocks are aligned. The alignment assumes a drift of a clock only if
-the clocks then fit the recorded times better, by at least this fraction of the displacement that the drift causes."""
+"""Weight of drift in the cost function by which clocks are aligned. The alignment assumes that a clock drifts only if
+the drift improves the fit to the recorded times by at least this fraction of the displacement that it causes."""
 
 _US = 1e6
 
@@ -119,7 +120,10 @@ def align(recording: Recording) -> Alignment:
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
-    """Return the times of those units (buckets) that ranks with at least two different clocks all-reduced."""
+    """Return the times of the units (buckets) by which clocks can be compared.
+
+    The ranks that all-reduced such a unit have at least two different clocks.
+    """
     found: defaultdict[UnitId, _ClockBarrier] = defaultdict(_ClockBarrier)
     for number, rank in recording.ranks.items():
         clock = clocks[number]
@@ -163,8 +167,8 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     The corrections are the solution of a linear programme, with times in microseconds. For each unit there is an
     unknown moment, after all issues and before all completions of the unit. The variables are, in order: the offsets of
     all clocks except the reference; the displacements of these clocks by drift at the end of the recording; the
-    absolute values of these displacements; the margins of all clocks, the reference first, by which these moments are
-    at least away from the issues and completions; the moments of all units.
+    absolute values of these displacements; the margins of all clocks, the reference first; the moments of all units. A
+    clock's margin is the minimum distance between the unknown moments and the clock's issues and completions.
     """
     coarse = _coarse(reference, barriers)
     others = [clock for clock in coarse if clock != reference]
@@ -173,7 +177,7 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     known = [barrier for barrier in barriers if coarse.keys() & barrier.done_s.keys()]
     moments = [(clock, moment_s) for one in known for clock, moment_s in one.done_s.items()]
     half_s = max((abs(moment_s - middles[clock]) for clock, moment_s in moments), default=0.0) or 1.0
-    from scipy.optimize import linprog  # Import it late, because scipy is slow to load.
+    from scipy.optimize import linprog  # Import scipy late, because it is slow to load.
     from scipy.sparse import coo_array
 
     n = len(others)
@@ -268,8 +272,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
 Entry = dict[str, Any]
 
 OPERATOR, OTHER = "cpu_op", "user_annotation"
-"""Event categories of torch.profiler, which trace events are given here, because tools skip events without a known
-category."""
+"""Categories of the trace's events, taken from torch.profiler, because tools skip events of unknown categories."""
 
 
 class PathSpan(NamedTuple):

@@ -190,7 +190,7 @@ class _RankTrace:
             reads = () if place is None or place in nodes_of else iteration.operators[place].after
             name = (
                 piece.name or f"{piece.phase.value}, between operators"
-            )  # Name Python code between operators by its phase.
+            )  # Python code between operators is named after its phase.
             yield self._local_node(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
             if place is not None:
                 nodes_of[place] = self._last[0]

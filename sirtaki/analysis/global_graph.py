@@ -70,8 +70,8 @@ def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
 def mean_iteration(job: JobModel) -> JobModel:
     """Return the job with a single iteration, whose durations are means over all iterations.
 
-    The mean of a rank includes only the iterations in which the rank ran its most frequent sequence of pieces
-    (intervals of the training thread).
+    A rank's iterations may differ in what its training thread did. The mean then includes only the most frequent kind:
+    iterations with the same sequence of pieces (intervals of the training thread).
     """
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[JobOperation]] = defaultdict(list)
@@ -408,7 +408,7 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
     return (*shown, Part(words="is everything else", seconds=seconds, share=share))
 
 
-_OWN = ""  # Stands for a rank's own work as a cause. `_by_name` replaces it by words with phase and rank.
+_OWN = ""  # placeholder for the cause "own work of a rank", which `_by_name` replaces by words with phase and rank
 
 
 def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
@@ -535,7 +535,8 @@ def _means(steps_s: Sequence[Sequence[float]], phases_s: Mapping[Phase, float]) 
 
 
 def _part_s(graph: ReplayGraph, activities: Collection[Activity]) -> float:
-    kept = [place for place, node in enumerate(graph.nodes) if node.activity in activities]
+    # Leave out the delays before the first iteration, because they are no part of a step.
+    kept = [place for place, node in enumerate(graph.nodes) if node.activity in activities and node.iteration > BEFORE]
     places = {place: new for new, place in enumerate(kept)}
     edges = [
         (places[before], places[after], gap_s)
@@ -555,6 +556,16 @@ def communication_s(graph: ReplayGraph) -> float:
 def computation_s(graph: ReplayGraph) -> float:
     """Return how long the slowest rank's own work takes in all iterations together, without waits for other ranks."""
     return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
+
+
+def alone_s(replay: Replay) -> tuple[float, float]:
+    """Return the seconds per step that the slowest rank's own work and all communication would take by themselves.
+
+    Both are limited to the mean step time of all ranks, which the slowest rank's own work can exceed.
+    """
+    times = replayed(replay)
+    own_s, units_s = (part(replay.graph) / max(1, times.iterations) for part in (computation_s, communication_s))
+    return min(own_s, times.iteration_s), min(units_s, times.iteration_s)
 
 
 def ms(seconds: float) -> str:

@@ -25,6 +25,8 @@ td, th { padding: .2em .8em .2em 0; text-align: left; }
 .number { white-space: nowrap; text-align: right; font-variant-numeric: tabular-nums; }
 .note { border-left: 3px solid #d1366b; padding: .1em .9em; } .quiet { opacity: .75; font-size: .93em; }
 tr.sum td { border-top: 1px solid; } meter { width: 10em; }
+@media (max-width: 600px) { meter { width: 3em; } table { font-size: .85em; } th.number { white-space: normal; }
+  td, th { padding-right: .5em; } }
 .js-plotly-plot text:not(.nums, .name) { fill: CanvasText !important; }
 """
 

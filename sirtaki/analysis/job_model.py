@@ -71,7 +71,8 @@ class JobOperation:
         route: transport and algorithm of a unit.
         fixed_s: start-up time, which depends neither on the size nor on other work.
         link_s: time on the network link between hosts if nothing else uses it; 0 = all ranks are on one host.
-        host_s: processor time to pass messages to the link. Operations of different streams cannot overlap in it.
+        host_s: processor time to pass messages to the link. Only one operation at a time can use this time, even on
+            different streams.
         processor_s: time on the ranks' processors if nothing else uses them; 0 unless all ranks are on one host.
         busy: processors that each rank occupies during `processor_s`; below 1 if the transport sleeps while it waits.
         lag_s: delay between the first and the last rank's completion of the operation.
@@ -309,6 +310,14 @@ def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
     one = full[place]
     backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
     backward_end = 1 + backward[-1] if backward and wait.until_backward_ends else 0
+    if wait.until_backward_ends and backward_end < place:
+        # The recorded time at which another rank issued a unit (bucket) may be too late. Then this rank's wait seems to
+        # end after its next operators, although its thread waited in the long gap before these operators.
+        gaps = [at for at in range(backward_end, place) if not (full[at].name or full[at].waits)]
+        longest = max(gaps, key=lambda at: full[at].end_s - max(full[at].begin_s, wait.begin_s), default=place)
+        gap = full[longest]
+        if gap.end_s - max(gap.begin_s, wait.begin_s) > wait.end_s - gap.end_s > 0:
+            place, one, wait = longest, gap, replace(wait, end_s=gap.end_s)
     if one.name or one.waits or place < backward_end:
         # Move the wait behind the operator that ran when the wait ended, because operators do not wait. Move a wait for
         # gradients behind the whole backward pass.

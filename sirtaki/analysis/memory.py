@@ -106,8 +106,8 @@ class MemoryReplay:
         events = sorted(self._events(recomputed))
         if passes == 1:
             return self._highest(self._initial, events, 1)
-        # Let all gradients exist from the second pass on, because autograd then adds new gradients to those of the
-        # first pass.
+        # From the second pass on, count the memory of all gradients from the start of the pass, because those of the
+        # first pass still exist: autograd adds the new ones to them.
         there, allocations, later = [*self._initial, *self._gradients], self.memory.allocations, set(self._gradients)
         added = [(allocations[place].added_s or 0.0, _LAST, -1, place) for place in self._gradients]
         last = self._highest(there, sorted([*events, *added]), passes)
@@ -221,7 +221,7 @@ def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[ThreadI
     owners = [_owner(piece.module, modules) for piece in program]
     repeat_s: dict[ModuleKey, float] = {}
     last: ModuleKey | None = None
-    gap_s = 0.0  # time since the last operator, which counts to its module if the next operator is of the same module
+    gap_s = 0.0  # time since the last operator. It counts to a module if both the last and the next operator are of it
     for piece, owner in zip(program, owners, strict=True):
         if piece.phase is Phase.FORWARD and not piece.name:
             gap_s += piece.seconds
@@ -374,7 +374,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     counts = list(_passes(question))
     most = of(counts[-1]) if counts else []
     if not fits(most):
-        yield from most[:1]  # the change with the lowest peak, because fewer passes have a higher one
+        yield from most[:1]  # the change with the lowest peak, because with fewer passes, the peak is higher
         return
     yield from next(filter(fits, map(of, counts[:-1])), most)
 
@@ -648,7 +648,7 @@ def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before
 
 
 def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
-    """Return a sentence that says when the memory peak occurs, its size, and for what the memory is used."""
+    """Return a sentence about the memory peak: when it occurs, how large it is, and what uses the memory."""
     memory = replay.memory
     kinds = Counter[Holds]()
     for place, n_bytes in peak.held.items():
@@ -662,7 +662,7 @@ def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
 
 
 def phase_of(rank: RankRecording, at_s: float) -> Phase:
-    """Return the phase (such as forward) in which a moment of the recorded step is."""
+    """Return the phase (such as forward) that contains a moment of the recorded step."""
     assert rank.memory is not None
     number = rank.memory.iteration
     return phase_at(next((one.spans for one in rank.iterations if one.number == number), ()), at_s)

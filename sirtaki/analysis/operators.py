@@ -751,10 +751,10 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
     backward = [event for event in on_host if event.is_backward]
     loading = _annotated(events, LOADER)
     intervals = ((Phase.UPDATE, step.updates), (Phase.DATA, loading), (Phase.OTHER, _annotated(events, ZEROING)))
-    # Do not count operators before the batch is loaded as forward, because they may compute metrics of the previous
-    # step, unless one of them has a backward operator. To find the forward operator of a backward operator, take the
-    # last operator with its sequence number, because operators that create no autograd node have the number of the next
-    # node.
+    # The forward pass begins after the batch was loaded, because earlier operators may compute metrics of the previous
+    # step. An earlier operator belongs to the forward pass only if it has a backward operator. A backward operator's
+    # forward operator is the last one with the same sequence number, because operators that create no autograd node
+    # have the number of the next node.
     made = {event.sequence: event.begin_s for event in on_host if not event.is_backward}
     first_s = min((made[one.sequence] for one in backward if one.sequence in made and one.sequence >= 0), default=0.0)
     forward_s = next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
@@ -811,8 +811,8 @@ _Span = TypeVar("_Span", Operator, PhaseSpan)
 
 
 def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperators:
-    """Return the operators and phases of one step, moved to the times of another step, for which torch.profiler
-    recorded none.
+    """Return a copy of one step's operators and phases, moved to the times of another step, which ran without
+    torch.profiler.
 
     Args:
         seen: operators and phases of the step that torch.profiler recorded.

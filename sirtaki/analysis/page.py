@@ -17,13 +17,24 @@ from sirtaki.autotune.model.replayer import Replay
 from sirtaki.errors import PlanError, RecordingError, ReplayError
 
 from .alignment import align, headlines
-from .global_graph import MeanStepTimes, ms, path_lines, percent, play, recorded
+from .global_graph import STRAGGLER_EXCESS, MeanStepTimes, ms, path_lines, percent, play, recorded
 from .html import details, page, paragraph, plot, share_bar, table
 from .html import heading as title
 from .job_model import Histories, histories, job_model
 from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_of
 from .recording import Detail, Holds, RankRecording, Recording, of_ranks, read_folder
-from .step_parts import COLORS, UNDIVIDED, StepParts, TimeKind, exposures, late_units, step_parts
+from .step_parts import (
+    COLORS,
+    MIN_LATE_S,
+    UNDIVIDED,
+    ExposureCause,
+    RankExposure,
+    StepParts,
+    TimeKind,
+    exposures,
+    late_units,
+    step_parts,
+)
 from .what_if import MIN_GAIN, Answer, Baseline, limitations
 
 BUDGETS = (0.75, 0.5)
@@ -38,7 +49,7 @@ EXPOSED_SHARE = 0.02
 training does not wait."""
 
 MIN_SPREAD_S = 1e-6
-"""Standard deviation of step times, in seconds, up to which the page does not show it."""
+"""Largest standard deviation of step times, in seconds, that the page omits, because it is negligible."""
 
 MAX_RANKS, MAX_ROWS, MAX_MEMORY_ROWS = 128, 12, 10
 MAX_MOMENTS = 700
@@ -71,7 +82,7 @@ class Findings:
         problems: one sentence for each defect of the recording.
         histories: timelines of the iterations that the page shows.
         times: recorded step times.
-        exposed_s: seconds per step in which the training thread waits for reduced gradients, as a mean over ranks.
+        exposures: waits of each rank's training thread for reduced gradients, by cause.
         base: replayed step times, to which predictions are compared; None if the replay failed, for a reason in
             `problems`.
         replay: replay of all iterations, with begin and end of each piece of work; None if the replay failed.
@@ -85,7 +96,7 @@ class Findings:
     problems: tuple[str, ...]
     histories: Histories
     times: MeanStepTimes
-    exposed_s: float
+    exposures: tuple[RankExposure, ...]
     base: Baseline | None = None
     replay: Replay | None = None
     answers: tuple[Answer, ...] = ()
@@ -96,6 +107,13 @@ class Findings:
     def has_operators(self) -> bool:
         """Return whether every rank recorded operators."""
         return all(rank.detail is Detail.OPERATORS for rank in self.histories.recording.ranks.values())
+
+    @property
+    def exposed_s(self) -> float:
+        """Return the seconds per step in which the training thread waits for reduced gradients, as a mean over
+        ranks.
+        """
+        return statistics.fmean(one.exposed_s for one in self.exposures)
 
     @property
     def error(self) -> float:
@@ -130,7 +148,7 @@ def findings(folder: Path) -> Findings:
         problems=(*recording.problems, *problems),
         histories=past,
         times=recorded(past),
-        exposed_s=statistics.fmean(one.exposed_s for one in exposures(past)),
+        exposures=exposures(past),
     )
     try:
         job = job_model(past)
@@ -153,8 +171,8 @@ def _fittings(recording: Recording, base: Baseline) -> tuple[Fitting, ...]:
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
-    """Return (recording without some ranks, sentences about the omitted ranks). Only the largest set of ranks is kept
-    that have an ordinary iteration in common.
+    """Return (recording without some ranks, sentences about the omitted ranks). The largest set of ranks that
+    recorded the same ordinary iteration is kept.
 
     Raises:
         RecordingError: no rank recorded an ordinary iteration, whose duration is representative.
@@ -198,12 +216,14 @@ def sentences(found: Findings) -> Iterator[str]:
     step time, and the largest part of the critical path.
     """
     times = found.times
-    what = "the network" if len(set(found.histories.hosts.values())) > 1 else "communication on one host"
     share = found.exposed_s / times.iteration_s if times.iteration_s > 0 else 0.0
     if share > EXPOSED_SHARE:
-        waits = f"Training waits for {what}: {ms(found.exposed_s)} of a step, {percent(share)}, are not hidden"
+        causes = exposure_causes(found)
+        waits = f"Training waits for {causes[0][0]}: {ms(found.exposed_s)} of a step, {percent(share)}, are not hidden"
+        if len(causes) > 1:
+            waits += " (" + ", ".join(f"{ms(seconds)} for {words}" for words, seconds in causes) + ")"
     else:
-        waits = f"Training does not wait for {what} ({percent(share)} of a step)"
+        waits = f"Training does not wait for {_communication(found)} ({percent(share)} of a step)"
     if found.base is None or found.is_far:
         yield f"{waits}; there are no predictions, because the replay does not match the recording."
     elif found.best is None:
@@ -218,9 +238,42 @@ def sentences(found: Findings) -> Iterator[str]:
             yield WITHOUT_OPERATORS
 
 
+NOTABLE_CAUSE, ONE_RANK = 0.05, 0.7
+"""Minimum fraction of exposed communication (waits for gradients) from which a cause is named, and minimum fraction of
+the waits for slower ranks from which one rank is named as their cause."""
+
+
+def exposure_causes(found: Findings) -> list[tuple[str, float]]:
+    """Return the causes of exposed communication in words, with their seconds per step as a mean over ranks, the
+    largest first.
+    """
+    means_s = {cause: statistics.fmean(one.seconds[cause] for one in found.exposures) for cause in ExposureCause}
+    slower_s = Counter[int]()
+    for one in found.exposures:
+        slower_s.update(one.slower_s)
+    slowest, its_s = slower_s.most_common(1)[0] if slower_s else (0, 0.0)
+    one_rank = its_s >= ONE_RANK * sum(slower_s.values())
+    # A rank that only begins its step later than others is behind, but it does not compute longer.
+    own_s = {one.rank: one.own_s for one in step_parts(found.histories)}
+    longer = own_s[slowest] > (1 + STRAGGLER_EXCESS) * statistics.median_low(own_s.values()) if slower_s else False
+    slow = f"rank {slowest}, which {'computes longer' if longer else 'is behind the others'}"
+    words = {
+        slow if one_rank else "slower ranks, not always the same": means_s[ExposureCause.SLOW_RANK],
+        _communication(found): means_s[ExposureCause.TRANSFER] + means_s[ExposureCause.QUEUE],
+        "copies of gradients": means_s[ExposureCause.COPY],
+        "results that arrive later on some ranks": means_s[ExposureCause.RECEIPT],
+    }
+    ordered = sorted(words.items(), key=lambda item: -item[1])
+    return [(cause, seconds) for cause, seconds in ordered if seconds >= NOTABLE_CAUSE * found.exposed_s]
+
+
+def _communication(found: Findings) -> str:
+    return "the network" if len(set(found.histories.hosts.values())) > 1 else "communication on one host"
+
+
 def kind_words(kind: TimeKind, found: Findings) -> str:
-    """Return the name of a kind of time in a step, such as "forward". If no operators were recorded, the kinds that
-    cannot be told apart have one name.
+    """Return the name of a kind of time in a step, such as "forward". If no operators were recorded, kinds that
+    cannot be told apart share one name.
     """
     return UNDIVIDED if kind is TimeKind.OTHER and not found.has_operators else kind.value
 
@@ -330,7 +383,7 @@ def _no_predictions(found: Findings) -> str:
 
 
 def _exposure(found: Findings) -> Iterator[str]:
-    exposed = exposures(found.histories)
+    exposed = found.exposures
     yield title("Exposed communication")
     if not any(one.units for rank in found.histories.recording.ranks.values() for one in rank.iterations):
         yield paragraph("No gradients were exchanged.")
@@ -339,15 +392,17 @@ def _exposure(found: Findings) -> Iterator[str]:
         yield paragraph("None: no rank waits for gradients.")
         return
     yield paragraph(
-        "Time that ranks wait for gradients after their backward pass. With units in flight, faster communication or "
-        "other units would shorten it. Without units in flight, the rank waits for gradients of a slower rank."
+        "Time that ranks wait for gradients after their backward pass, divided by what the last gradient waits for. If "
+        "a slower rank computes, faster communication does not help: make the ranks equally fast. If units are queued "
+        "or in flight, faster communication, more streams or other units would shorten it."
     )
     worst = sorted(exposed, key=lambda one: -one.exposed_s)[:MAX_ROWS]
+    causes = [cause for cause in ExposureCause if any(one.seconds[cause] > MIN_LATE_S for one in exposed)]
     rows = [
-        [str(one.rank), ms(one.exposed_s), ms(one.moving_s), ms(one.held_s)]
+        [str(one.rank), ms(one.exposed_s), *(ms(one.seconds[cause]) for cause in causes)]
         for one in sorted(worst, key=lambda one: one.rank)
     ]
-    yield table(["rank", "exposed", "units in flight", "waiting for other ranks"], rows)
+    yield table(["rank", "exposed", *(cause.value for cause in causes)], rows)
     yield from _shown(worst, exposed, "ranks that wait longest")
     late, count = late_units(found.histories), len(found.histories.steps)
     if late:
@@ -399,7 +454,7 @@ def _what_if(found: Findings) -> Iterator[str]:
         ]
         for one in found.answers
     ]
-    unsure = [place for place, one in enumerate(found.answers) if not (one.is_sure and one.is_precise)]
+    unsure = [place for place, one in enumerate(found.answers) if not one.is_sure]
     yield table(["", "remedy", "step", "90 %, ms", "change"], rows, text=(0, 1, 4), unsure=unsure)
     words = "<code>sirtaki replay</code> answers other questions, several changes at once. "
     yield paragraph(Markup(words + "<code>sirtaki optimize</code> looks for a better plan."), "quiet")
@@ -408,7 +463,8 @@ def _what_if(found: Findings) -> Iterator[str]:
 def _change(one: Answer) -> str:
     """Return the predicted change of the step time as text, such as `12 % less`."""
     if not one.is_precise:
-        return "only a trial can show"
+        side = "less" if one.gain > 0 else "longer"
+        return f"{side}, only a trial can show how much" if one.is_sure else "only a trial can show"
     change = f"{percent(abs(one.gain))} {'less' if one.gain > 0 else 'longer'}"
     if abs(one.gain) < MIN_GAIN:
         change = "as long"

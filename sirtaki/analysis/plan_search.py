@@ -30,7 +30,7 @@ from sirtaki.engine.tuning.plans import STREAM_COUNTS, GivenPlan, plans_for
 from sirtaki.errors import ConfigError, PlanError, ReplayError
 from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
 
-from .global_graph import Part, coarse, computation_s, mean_iteration, parts, play, replayed, symmetric
+from .global_graph import Part, alone_s, coarse, mean_iteration, parts, play, replayed, symmetric
 from .job_model import JobModel
 from .recording import Buffer
 from .what_if import (
@@ -65,8 +65,8 @@ STREAMS_ON_ONE_HOST = 4
 transport has no more."""
 
 INDIFFERENCE = 0.01
-"""Fraction of the step time by which a simpler communication plan may be slower than the fastest one and is still
-chosen. It is below the accuracy of a replay (simulation)."""
+"""Fraction of the step time by which a simpler communication plan may be slower than the fastest plan and still be
+chosen, because a replay (simulation) cannot predict such small differences."""
 
 WORTH_A_CHANGE = 0.001
 """Smallest predicted gain, as a fraction of the step time, for which a new communication plan is preferred to the
@@ -281,7 +281,7 @@ class PlanSearch:
                 now_s += piece.seconds if piece.phase is Phase.BACKWARD else 0.0
                 end_s |= {i: max(now_s, end_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
             backward_s = max(backward_s, now_s)
-        last_s = max(end_s.values(), default=0.0)  # ready time of the flags in the layout, which are not gradients
+        last_s = max(end_s.values(), default=0.0)  # for flags in the layout, which have no ready time
         ready_s = tuple(end_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
         totals = (1.0,) if job.link is None else job.link.totals
         links = {
@@ -469,7 +469,7 @@ def planned(
         recorded_knobs=search.buffers[0].knobs,
         before=before,
         parts=parts(replay_before),
-        without_communication_s=computation_s(replay_before.graph) / max(1, before.times.iterations),
+        without_communication_s=alone_s(replay_before)[0],
         best=best,
         rivals=tuple(rivals),
         replays=len(search.step_s) - search.refused.total(),

@@ -34,7 +34,7 @@ from sirtaki.engine.reducing.gradient_hooks import GradientHooks
 from sirtaki.engine.settings import ProfileRequest, variables_set
 from sirtaki.engine.tuning.pipeline_target import PipelineTarget
 from sirtaki.engine.tuning.plans import fitted_links, probe_routes
-from sirtaki.errors import ConfigError, RecordingError
+from sirtaki.errors import ConfigError, RecordingError, require
 from sirtaki.machine import (
     allowed_processors,
     at_exit,
@@ -87,7 +87,7 @@ algorithm) that were not measured when the job was tuned."""
 WITH_OPERATORS = 3
 """Maximum number of iterations that are recorded with torch.profiler.
 
-A few are enough, because the later iterations, which torch.profiler does not slow down, get the operators of these
+Later iterations run without torch.profiler, which would slow them down. They get copies of the operators of these
 iterations, moved to their own times.
 """
 
@@ -123,7 +123,7 @@ class Draft:
 
     @property
     def profiling(self) -> bool:
-        """Return whether the ranks agreed on the order of gradients in this step, which makes it unusually slow."""
+        """Return whether the ranks agreed on the order of gradients in this step. Such a step is unusually slow."""
         return any(traced.profiling for _, traced in self.traced)
 
     @property
@@ -242,7 +242,7 @@ def clock_identity() -> str:
     The string identifies the boot of the machine and the Linux time namespace, which together determine the clock.
     """
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # Keep the host name if /proc is not mounted.
+    with contextlib.suppress(OSError):  # Use only the host name if /proc is not mounted.
         found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         found.append(os.readlink("/proc/self/ns/time"))
     return " ".join(found)
@@ -468,7 +468,9 @@ class JobRecorder:
         self.handle_termination()
         if self._rank == 0:
             logger.info(
-                "this job now records %d training iterations to the folder %s", self._wanted.iterations, self._folder
+                "this job now records %d training iterations to the folder %s",
+                self._wanted.iterations,
+                self._folder,
             )
 
     def end(self) -> None:
@@ -501,7 +503,7 @@ class JobRecorder:
 
     def _on_terminate(self, *_: Any) -> None:  # Any: types of a signal handler
         self._terminated = True
-        if not self._writing:  # If it is writing, `end` raises the signal again once the file is written.
+        if not self._writing:  # During writing, do nothing: `end` raises the signal again afterwards.
             self.end()
             self._allow_termination()
 
@@ -559,7 +561,11 @@ class JobRecorder:
             try:
                 self._seen = watch.stop()
             except RecordingError as err:
-                logger.warning("the recording of this job lacks the operators of rank %d, because %s", self._rank, err)
+                logger.warning(
+                    "the recording of this job has no PyTorch operators (profiler events) of rank %d, because %s",
+                    self._rank,
+                    err,
+                )
 
 
 # ── entry points ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -602,8 +608,7 @@ def profile(
         ConfigError: `iterations` is less than 1, or `SIRTAKI_PROFILE` already records this job.
     """
     current()
-    if iterations < 1:
-        raise ConfigError(f"the argument `iterations` of profile() must be at least 1, found {iterations}")
+    require(iterations >= 1, "iterations of profile()", "at least 1", iterations)
     if _from_environment is not None and _from_environment.stage is not Stage.ENDED:
         raise ConfigError(
             "profile() cannot record, because the environment variable SIRTAKI_PROFILE already records this job; unset "

@@ -25,7 +25,7 @@ from sirtaki.autotune.model.fits import ContentionModel
 from sirtaki.autotune.model.replayer import Phase
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route
 from sirtaki.errors import RecordingError
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, counted
 
 ModuleKey = tuple[int, str]
 """Key of a module: (index of its outermost module, qualified name inside the outermost module)."""
@@ -320,8 +320,8 @@ class RecordedIteration:
 
     @property
     def is_usual(self) -> bool:
-        """Return whether the iteration is an ordinary step, so that its duration is representative. The overhead of
-        torch.profiler (`slowed`) is ignored here.
+        """Return whether the iteration is an ordinary step, whose duration is representative. An iteration that
+        torch.profiler slowed down (`slowed`) counts as ordinary, too.
         """
         return not (self.profiling or self.joined)
 
@@ -651,6 +651,11 @@ def read_folder(folder: str | Path) -> Recording:
             recording of any rank.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise RecordingError(
+            f"{folder} is a file, but a recording is a folder; pass the folder into which `sirtaki profile` has "
+            "recorded a job. A trial log (SIRTAKI_TRIAL_LOG) is for `sirtaki report` and `sirtaki plan`"
+        )
     if not folder.is_dir():
         raise RecordingError(
             f"there is no folder {folder}; give the name of a folder into which `sirtaki profile` has recorded a job"
@@ -658,7 +663,12 @@ def read_folder(folder: str | Path) -> Recording:
     names = sorted(os.listdir(folder))
     files = {int(found[1]): folder / name for name in names if (found := _RANK_FILE.fullmatch(name))}
     if JOB_FILE not in names:
-        what = f"it contains files of {len(files)} ranks, but no file {JOB_FILE}" if files else "it is not a recording"
+        what = (
+            f"it contains files of {counted(len(files), 'rank')}, but no file {JOB_FILE}"
+            if files
+            else f"it is not a recording (it has no {JOB_FILE}); pass a folder into which `sirtaki profile` has "
+            "recorded a job"
+        )
         raise RecordingError(f"the folder {folder} cannot be read as a recording: {what}")
     job = _parsed(folder / JOB_FILE, bytes, job_from_json)
     ranks, problems = dict[int, RankRecording](), list[str]()
@@ -716,11 +726,6 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
         return build(data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
         raise RecordingError(f"the file {path} of the recording is damaged ({err!r}); record the job again") from err
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun, in the plural if needed: `1 rank`, `3 ranks`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def of_ranks(numbers: Sequence[int]) -> str:

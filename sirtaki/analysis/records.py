@@ -45,8 +45,7 @@ def read(path: str | Path) -> dict[str, list[Record]]:
         is_timeline = path.read_bytes().startswith(b"[")
     except OSError as err:
         raise ConfigError(
-            f"the file {path}, which must be a trial log (settings that tuning tried, with their times) or a timeline, "
-            f"cannot be read: {err}; check the path"
+            f"the file {path} cannot be read ({err}); pass the path of a trial log or of a timeline"
         ) from err
     return {"events": list(_events(path))} if is_timeline else {"trials": list(_trials(path))}
 

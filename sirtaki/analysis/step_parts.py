@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -82,6 +82,14 @@ class StepParts(NamedTuple):
         """Return the duration of the step in seconds."""
         return sum(self.seconds.values())
 
+    @property
+    def own_s(self) -> float:
+        """Return the duration of the step in seconds, without waits for gradients and other operations between
+        ranks.
+        """
+        waits = (TimeKind.EXPOSED, TimeKind.COLLECTIVE)
+        return sum(seconds for kind, seconds in self.seconds.items() if kind not in waits)
+
 
 def step_parts(histories: Histories) -> tuple[StepParts, ...]:
     """Return the step time of every rank, divided by kind of time (such as forward, or exposed communication)."""
@@ -100,24 +108,36 @@ MIN_LATE_S = 1e-6
 late."""
 
 
+class ExposureCause(Enum):
+    """Cause of a wait for gradients: the reason why the last gradient arrives so late."""
+
+    SLOW_RANK = "slower rank computes"
+    COPY = "copies of gradients"
+    QUEUE = "queued behind other units"
+    TRANSFER = "units in flight"
+    RECEIPT = "results arrive late"
+
+
 class RankExposure(NamedTuple):
     """One rank's waits for gradients, as means per iteration.
 
+    A wait ends when the last unit (bucket) arrives. It is divided into the stages of this unit: the last rank to issue
+    the unit still computes or copies, then other units use the unit's stream, then the unit is all-reduced.
+
     Attributes:
         rank: rank that waited.
-        moving_s: seconds of waiting while a unit (bucket) of this rank was being all-reduced.
-        held_s: seconds of waiting while no unit was being all-reduced, because another rank had not issued the next
-            one.
+        seconds: seconds of waiting, by cause.
+        slower_s: seconds of waiting for the computation of a slower rank (`SLOW_RANK`), by that rank.
     """
 
     rank: int
-    moving_s: float
-    held_s: float
+    seconds: Mapping[ExposureCause, float]
+    slower_s: Mapping[int, float]
 
     @property
     def exposed_s(self) -> float:
         """Return how many seconds per iteration this rank waited for gradients in total."""
-        return self.moving_s + self.held_s
+        return sum(self.seconds.values())
 
 
 class LateUnit(NamedTuple):
@@ -157,31 +177,37 @@ def _reducers(histories: Histories) -> dict[int, tuple[int, int]]:
 
 
 def exposures(histories: Histories) -> tuple[RankExposure, ...]:
-    """Return the waits of every rank for reduced gradients, as means per iteration."""
+    """Return the waits of every rank for reduced gradients, divided by cause, as means per iteration."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
-        moving_s = total_s = 0.0
+        seconds: dict[ExposureCause, float] = dict.fromkeys(ExposureCause, 0.0)
+        slower_s: dict[int, float] = defaultdict(float)
         for step in histories.steps:
-            busy = _busy(step.barriers, rank)
-            for one in filter(waits_for_gradients, step.stretches[rank]):
-                total_s += one.end_s - one.begin_s
-                moving_s += sum(max(0.0, min(end_s, one.end_s) - max(begin_s, one.begin_s)) for begin_s, end_s in busy)
-        found.append(RankExposure(rank, moving_s / count, (total_s - moving_s) / count))
+            barriers = {one.key: one for one in step.barriers}
+            for wait in filter(waits_for_gradients, step.stretches[rank]):
+                awaited = [barriers[key] for key in wait.waits if rank in barriers[key].done_s]
+                last = max(awaited, key=lambda one: one.done_s[rank])
+                issuer = max(last.issued_s, key=lambda other: last.issued_s[other])
+                issue_s, begin_s, end_s = (
+                    max(min(moment_s, wait.end_s), wait.begin_s)
+                    for moment_s in (last.issued_s[issuer], last.begin_s, last.end_s)
+                )
+                copy_s = issue_s - wait.begin_s
+                if issuer != rank:
+                    copy_s = sum(
+                        max(0.0, min(one.end_s, issue_s) - max(one.begin_s, wait.begin_s))
+                        for one in step.stretches[issuer]
+                        if kind_of(one) is TimeKind.COPY
+                    )
+                    slow_s = issue_s - wait.begin_s - copy_s
+                    seconds[ExposureCause.SLOW_RANK] += slow_s / count
+                    slower_s[issuer] += slow_s / count
+                seconds[ExposureCause.COPY] += copy_s / count
+                seconds[ExposureCause.QUEUE] += (begin_s - issue_s) / count
+                seconds[ExposureCause.TRANSFER] += (end_s - begin_s) / count
+                seconds[ExposureCause.RECEIPT] += (wait.end_s - end_s) / count
+        found.append(RankExposure(rank, seconds, dict(slower_s)))
     return tuple(found)
-
-
-def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, float]]:
-    """Return the intervals in which at least one unit (bucket) of this rank was being all-reduced. The intervals do not
-    overlap.
-    """
-    found: list[tuple[float, float]] = []
-    own = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
-    for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in own):
-        if found and begin_s <= found[-1][1]:
-            begin_s, before_s = found.pop()
-            end_s = max(before_s, end_s)
-        found.append((begin_s, end_s))
-    return found
 
 
 def late_units(histories: Histories) -> tuple[LateUnit, ...]:

@@ -19,7 +19,7 @@ from sirtaki.autotune.knobs import MIB, Knobs, format_bytes
 from sirtaki.autotune.model.fits import nonnegative_least_squares
 from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.comm.plan import CommPlan, GradientLayout, Route, TransportKind
-from sirtaki.errors import PlanError, ReplayError
+from sirtaki.errors import PlanError, ReplayError, require
 from sirtaki.measures import LinkModel, milliseconds, ring_bytes
 
 from .global_graph import MeanStepTimes, coarse, computation_s, mean_iteration, ms, play, replayed
@@ -81,7 +81,7 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
     if probed is None:
         return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
-    # On one host, add the time to pass messages to the start-up time, because it occupies the processors that compute.
+    # On one host, passing messages occupies the processors that compute, so its time is a part of the start-up time.
     startup_s = probed.alpha_s + (0.0 if across else probed.host_s)
     s_per_byte = probed.beta_s_per_byte
     if across:
@@ -133,8 +133,8 @@ def with_plans(
     Args:
         job: recorded job, or a smaller job in which one rank represents several equal ranks (`symmetric`).
         plans: new plans, by number of the flat buffer. Buffers without an entry keep their plans.
-        costs: cost of units (buckets), by route (transport, algorithm). Required for the smaller job, because its ranks
-            are too few to derive the costs.
+        costs: cost of units (buckets), by route (transport, algorithm). None = derived from the job, which is possible
+            only if the job was recorded with all its ranks (not for `symmetric`).
 
     Raises:
         ReplayError: a plan has another number of elements than its buffer, the cost of its route is unknown, or the
@@ -146,8 +146,8 @@ def with_plans(
     for buffer in buffers:
         if buffer.plan.numel != buffer.layout.numel:
             raise ReplayError(
-                f"the communication plan is for {buffer.plan.numel} gradient elements, but flat buffer {buffer.number} "
-                f"(of contiguous gradients) contains {buffer.layout.numel}; pass a plan that was made for this job"
+                f"the communication plan does not fit: it sends {buffer.plan.numel} gradient elements, but the job has "
+                f"{buffer.layout.numel}; pass a plan that was made for this job"
             )
     changed = [buffer for buffer in buffers if buffer.number in plans]
     routes = {(buffer.plan.transport, unit.algorithm) for buffer in changed for unit in buffer.plan.units}
@@ -199,8 +199,8 @@ class _Reissue:
             present = {index for number, index in ready if number == buffer.number}
             if not present:
                 raise ReplayError(
-                    "the job cannot be simulated, because some ranks did not record when the gradients of flat buffer "
-                    f"{buffer.number} (tensor that contains several gradients) became ready; record the job again"
+                    "the job cannot be simulated, because a rank did not record when its gradients became ready; "
+                    "record the job again"
                 )
             offsets, queue = buffer.layout.offsets, list[OperationKey]()
             for unit in buffer.plan.units:
@@ -282,6 +282,14 @@ def link_rate(job: JobModel) -> float | None:
     return None if job.link is None or alone is None else max(job.link.totals) * alone
 
 
+def nominal_link_rate(job: JobModel) -> float | None:
+    """Return the nominal rate of the recorded network link between hosts, in bytes per second, packet headers included;
+    None = no unit (bucket) uses this link. With this rate, `with_link` changes nothing.
+    """
+    rate = link_rate(job)
+    return None if rate is None else rate * ring_bytes(1.0, len(job.ranks)) / PAYLOAD
+
+
 def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     """Return the job with a faster or slower network link between hosts.
 
@@ -299,19 +307,17 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     alone = _rate_of_one_unit(job)
     if job.link is None or alone is None:
         raise ReplayError(
-            "another network bandwidth cannot be simulated, because all recorded ranks ran on one host; record a job "
-            "on several hosts"
+            "a different network bandwidth cannot be simulated, because all recorded ranks ran on one host; record a "
+            "job on several hosts, or use `sirtaki plan LOG --ranks N --link-gbit G` with a trial log"
         )
-    if not (math.isfinite(link_bytes_per_s) and link_bytes_per_s > 0):
-        raise ReplayError(
-            f"the bandwidth of the network between hosts must be positive and finite, found {link_bytes_per_s} bytes/s"
-        )
+    valid = math.isfinite(link_bytes_per_s) and link_bytes_per_s > 0
+    require(valid, "the network bandwidth (bytes/s)", "a positive, finite number", link_bytes_per_s, ReplayError)
     wanted = PAYLOAD * link_bytes_per_s / ring_bytes(1.0, len(job.ranks))
     totals = job.link.totals
     rate = max(totals) * alone
     if alone >= SATURATED * rate:
         rates = [wanted / rate * alone * total for total in totals]
-    elif wanted <= rate:
+    elif wanted <= rate * (1 + 1e-9):  # tolerance, because unit conversion may round the recorded rate up
         rates = [min(alone * total, wanted) for total in totals]
     else:
         filling = math.ceil(wanted / alone)
@@ -340,11 +346,8 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
         ReplayError: the old or the new number of ranks is below 2, or a subset of the ranks (process set) averages some
             gradients.
     """
-    if ranks < 2 or len(job.ranks) < 2:
-        raise ReplayError(
-            f"the step time on {ranks} ranks cannot be predicted from a recording of {len(job.ranks)} ranks; both "
-            "numbers of ranks must be at least 2"
-        )
+    found = len(job.ranks), ranks
+    require(min(found) >= 2, "numbers of ranks (recorded, simulated)", "at least 2", found, ReplayError)
     if any(len(buffer.ranks) != len(job.ranks) for buffer in job.buffers):
         raise ReplayError(
             "the step time on another number of ranks cannot be predicted, because the job averages some gradients "
@@ -423,8 +426,7 @@ def with_faster_loader(job: JobModel, factor: float) -> JobModel:
     Raises:
         ReplayError: `factor` is not positive.
     """
-    if not factor > 0:
-        raise ReplayError(f"the factor that multiplies the data loader's speed must be positive, found {factor}")
+    require(factor > 0, "the factor of the data loader's speed", "a positive number", factor, ReplayError)
     return _with_durations(job, lambda _, piece: 1 / factor if piece.activity is Activity.DATA else 1.0)
 
 
@@ -438,8 +440,7 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
     Raises:
         ReplayError: `factor` is not positive.
     """
-    if not factor > 0:
-        raise ReplayError(f"the factor that multiplies the batch size must be positive, found {factor}")
+    require(factor > 0, "the factor of the batch size", "a positive number", factor, ReplayError)
     activities, phases = (Activity.COMPUTE, Activity.DATA), (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 
     def grown(_: int, piece: ThreadInterval) -> float:
@@ -455,11 +456,7 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
     Raises:
         ReplayError: `factor` is not positive.
     """
-    if not factor > 0:
-        raise ReplayError(
-            f"the argument `factor` (bytes sent with compression, divided by bytes without) must be positive, "
-            f"found {factor}"
-        )
+    require(factor > 0, "the factor of the bytes to send", "a positive number", factor, ReplayError)
 
     def smaller(one: JobOperation) -> JobOperation:
         return replace(
@@ -494,14 +491,14 @@ WORTH_A_LINE = 0.02
 """Smallest predicted gain, as a fraction of the step time, for which users are asked to change their script."""
 
 INDIFFERENCE = 0.01
-"""Fraction of the step time by which a compiled model in fewer parts may be slower than the fastest division and is
-still chosen. It is below the accuracy of a prediction."""
+"""Fraction of the step time by which a division of a compiled model into fewer parts may be slower than the fastest
+division and still be chosen, because a replay (simulation) cannot predict such small differences."""
 
 WHOLE = 1 << 62
 """Part size in bytes that is larger than any model, so that a compiled model is not divided."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16)
-"""Numbers of parts into which a compiled model is divided on trial."""
+"""Numbers of parts that are tried for the division of a compiled model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -518,8 +515,9 @@ class CompiledBackward:
     seconds: float
 
     def parts(self, part_bytes: int) -> list[tuple[GradientKey, ...]]:
-        """Divide the operator into parts, and return the gradients of each part. A part ends once its gradients have
-        `part_bytes`, as in PyTorch's `DDPOptimizer`.
+        """Divide this compiled backward pass (one operator) into parts, as PyTorch's `DDPOptimizer` does.
+
+        A part ends once its gradients have `part_bytes`. Return the gradients of each part.
         """
         found: list[list[GradientKey]] = [[]]
         so_far = 0
@@ -597,8 +595,8 @@ def _block_name(name: str) -> str:
 
 
 def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
-    """Return the part sizes, in bytes of gradients, into which a compiled model is divided on trial, ascending. Return
-    none if no compiled backward pass is large enough.
+    """Return the part sizes, in bytes of gradients, that are tried for the division of a compiled model, ascending.
+    Return none if no compiled backward pass is large enough.
 
     By theorem 1 of dPRO (Hu et al., 2022), two operators should be fused if sending the gradients of the first takes no
     longer than the time that fusion saves. Hence a size is tried only if sending the gradients of a part on an idle
@@ -669,8 +667,8 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
     found = compiled_backwards(job)
     if not found:
         raise ReplayError(
-            "the effect of compiling the backward pass in parts cannot be simulated, because the recording contains no "
-            "backward pass that torch.compile compiled; record a job that uses torch.compile"
+            "the recording has no backward pass of torch.compile, so splitting it into parts cannot be simulated; "
+            "record a job that uses torch.compile"
         )
     moved: dict[GradientKey, int] = {}
     layouts = {}
@@ -728,7 +726,7 @@ def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
             block.compute.append(piece)
         elif block is None:
             yield piece
-        # End the group at a wait or a collective operation.
+        # End the block of operators at a wait or a collective operation.
         elif piece.waits or any(number < 0 for number, _, _ in piece.issues):
             yield block
             yield from (*waiting, piece)
@@ -785,7 +783,7 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
     times_s: list[tuple[float, float, float]] = []
     for step in histories.steps:
         for rank, stretches in step.stretches.items():
-            # Sum up the time without waits until the begin of each interval (`shown_s`).
+            # `shown_s`: time from the begin of the step to the begin of each interval, without waits
             computes_s = [0.0 if one.waits else one.end_s - one.begin_s for one in stretches]
             shown_s = list(accumulate(computes_s, initial=0.0))
             begins_s = [one.begin_s for one in stretches]
@@ -917,7 +915,7 @@ def refusal(
         return None
     more = sum(len(plan.units) for plan in after) / max(1, sum(len(plan.units) for plan in before))
     if across:
-        shares = [_handling_ratio(plans, layouts, links) for plans in (before, after)]
+        shares = [handling_ratio(plans, layouts, links) for plans in (before, after)]
         if any(share is not None and share > MAX_HANDLING_RATIO for share in shares):
             return (
                 "units (buckets) this small take processor time from computation, which the simulation does not model"
@@ -939,7 +937,7 @@ def refusal(
     return None
 
 
-def _handling_ratio(
+def handling_ratio(
     plans: Sequence[CommPlan], layouts: Sequence[GradientLayout], links: Mapping[Route, LinkModel]
 ) -> float | None:
     """Return the ratio of the time to pass all units (buckets) to the network link to the time to send their bytes.
@@ -996,8 +994,15 @@ class Answer:
 
     @property
     def is_worth_reporting(self) -> bool:
-        """Return whether the gain is large enough, and known precisely enough, to be reported to users."""
-        return self.gain > MIN_GAIN and self.is_precise
+        """Return whether to report the gain to users: it is large enough, and its prediction is precise or certain."""
+        return self.gain > MIN_GAIN and (self.is_precise or self.is_sure)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether only a trial can show if the change is a gain. The predicted gain is large enough, but the
+        confidence interval of the step time is too wide and contains the current step time.
+        """
+        return self.gain > MIN_GAIN and not self.is_worth_reporting
 
     @property
     def is_precise(self) -> bool:
@@ -1012,6 +1017,9 @@ class Answer:
 
     def describe(self) -> str:
         """Return the prediction as text, such as `320 ms a step (298 to 344), 22 % less`."""
+        if not self.is_precise and self.is_sure:
+            side = "shorter" if self.gain > 0 else "longer"
+            return f"{self.interval} ms a step: {side} than now, but only a trial can show by how much"
         if not self.is_precise:
             return f"{self.interval} ms a step: too uncertain to predict, only a trial can show it"
         change = f"{abs(self.gain):.0%} {'less' if self.gain >= 0 else 'more'}".replace("%", " %")
@@ -1087,7 +1095,7 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        if changed.link is not None:  # Not on one host, where computation may get faster, too.
+        if changed.link is not None:  # On one host, computation may get faster, too, so this limit does not hold.
             low_s = min(step_s, max(low_s, computation_s(replay_result.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(
@@ -1129,15 +1137,15 @@ def limitations(job: JobModel) -> tuple[str, ...]:
 
 def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
     """Yield (description, changed job) for each considered change that does not concern the communication plan."""
-    if len(job.ranks) > 2:
+    if len(job.ranks) > 1:
         yield "no rank were slower than most", without_stragglers(job)
     if any(
         piece.activity is Activity.DATA for each in job.iterations for mine in each.programs.values() for piece in mine
     ):
         yield "no rank waited for data", with_faster_loader(job, math.inf)
-    rate = link_rate(job)
-    if rate is not None:
-        yield "the links were twice as fast", with_link(job, 2 * ring_bytes(1.0, len(job.ranks)) * rate)
+    if (nominal := nominal_link_rate(job)) is not None:
+        words = f"the links were twice as fast ({16e-9 * nominal:.3g} Gbit/s)"
+        yield words, with_link(job, 2 * nominal)
     if job.units:
         yield "gradients travelled in half as many bytes (bf16 for float32)", with_less_traffic(job, 0.5)
 

@@ -15,37 +15,53 @@ from collections.abc import Callable, Sequence
 import sirtaki
 from sirtaki.errors import SirtakiError
 
-# (module, line for `--help`) of each command, by name of the command
-COMMANDS = {
-    "aggregator": ("sirtaki.cli.aggregator", "a process that sums hot rows of sparse gradients for jobs, over UDP"),
-    "completion": ("sirtaki.cli.completion", "a script with which bash or zsh complete these commands and sirtakirun"),
-    "doctor": ("sirtaki.cli.doctor", "what is here, what of it can be used, and what is wrong"),
-    "optimize": ("sirtaki.cli.optimize", "how a recorded job's gradients should travel: a plan for the next job"),
-    "plan": ("sirtaki.cli.plan", "how a job whose log is here would scale on other clusters"),
-    "profile": ("sirtaki.cli.profile", "run a job that is recorded on all ranks: operators, gradients, units"),
-    "registry": ("sirtaki.cli.registry", "what is remembered: list, show, compare, export, import, remove"),
-    "replay": ("sirtaki.cli.replay", "what a recorded job's step is made of, and how long it would take otherwise"),
-    "report": (
-        "sirtaki.cli.report",
-        "a recording, or what a job's tuning tried and gained: in short, and as an HTML page",
-    ),
-    "top": ("sirtaki.cli.top", "the jobs that run on this machine now, live"),
-    "trace": ("sirtaki.cli.trace", "a recording for other tools: Perfetto, and simulators that read Chakra traces"),
-    "translate": (
-        "sirtaki.cli.translate",
-        "turn a training script of one process, or for DDP or Horovod, into one for Sirtaki",
-    ),
+# Commands in groups: (module, line for `--help`) of each command, by name of the command, by title of the group.
+GROUPS = {
+    "jobs": {
+        "doctor": ("sirtaki.cli.doctor", "check this machine: ranks, transports, GPUs, MPI, and what is wrong"),
+        "top": ("sirtaki.cli.top", "show the jobs that are running on this machine, live"),
+        "profile": ("sirtaki.cli.profile", "run a job, and record operators, gradients and units on all ranks"),
+    },
+    "recordings and trial logs": {
+        "report": ("sirtaki.cli.report", "summarise a recording or a trial log, and write an HTML page"),
+        "replay": ("sirtaki.cli.replay", "show the parts of a recorded step, and predict its time in other cases"),
+        "optimize": ("sirtaki.cli.optimize", "search a faster communication plan for a recorded job"),
+        "plan": ("sirtaki.cli.plan", "predict from a trial log how a job scales on other clusters"),
+        "trace": ("sirtaki.cli.trace", "convert a recording for Perfetto, or for simulators that read Chakra traces"),
+    },
+    "scripts": {
+        "translate": ("sirtaki.cli.translate", "convert a script for one process, DDP or Horovod to Sirtaki"),
+        "completion": ("sirtaki.cli.completion", "print a script by which bash or zsh complete commands and options"),
+    },
+    "stored results and services": {
+        "registry": ("sirtaki.cli.registry", "list, show, export, import and remove tuning results of earlier jobs"),
+        "aggregator": ("sirtaki.cli.aggregator", "run a process that sums frequent rows of sparse gradients over UDP"),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_TITLES = {next(iter(group)): title for title, group in GROUPS.items()}  # title of each group, by its first command
+
+
+class _GroupedCommands(argparse.HelpFormatter):
+    """Formatter of `--help` that writes the title of a group above its first command."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text, title = super()._format_action(action), _TITLES.get(action.dest)
+        return text if title is None else f"\n  {title}:\n{text}"
 
 
 def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> argparse.ArgumentParser:
     """Build the command-line parser of all commands.
 
     Args:
-        with_options: says for the name of a command whether to add its options. Adding them imports the module of the
-            command.
+        with_options: function that returns whether to add the options of the command with the given name. Adding the
+            options imports the module of the command.
     """
-    parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
+    parser = argparse.ArgumentParser(
+        prog="sirtaki",
+        description="Inspect jobs, recordings and results of Sirtaki. Jobs are started with `sirtakirun`.",
+        formatter_class=_GroupedCommands,
+    )
     parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help_line) in COMMANDS.items():

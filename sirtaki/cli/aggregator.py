@@ -8,7 +8,7 @@ import signal
 from argparse import ArgumentParser, Namespace
 
 from sirtaki.comm.sparse.aggregator import Aggregator, Wire, ask_status
-from sirtaki.errors import AggregatorError, ConfigError
+from sirtaki.errors import AggregatorError, require
 from sirtaki.machine import parse_address
 
 from .output import memory_bytes
@@ -35,11 +35,8 @@ def main(options: Namespace) -> int:
     if options.status:
         print(json.dumps(_status(options.status), indent=1))
         return 0
-    if options.jobs < 1 or not 0 <= options.port < 65536:
-        raise ConfigError(
-            f"--jobs must be at least 1, and --port must be from 0 to 65535, found --jobs {options.jobs} and --port "
-            f"{options.port}"
-        )
+    require(options.jobs >= 1, "--jobs", "at least 1", options.jobs)
+    require(0 <= options.port < 65536, "--port", "0 to 65535", options.port)
     logging.basicConfig(level=logging.INFO, format="sirtaki aggregator: %(message)s")
     wire = Wire.bound(options.host, options.port)
     aggregator = Aggregator(wire, memory_bytes=options.memory, jobs=options.jobs, by_tables=options.tables)

@@ -38,8 +38,8 @@ def main(options: argparse.Namespace) -> int:
             if action.nargs == argparse.REMAINDER:
                 # Give the argument a help text, because shtab omits arguments whose help is suppressed.
                 action.help = "what the ranks run"
-        # Make the script work for zsh also if it is loaded from a file, because generating it at each start of a shell
-        # would take a second.
+        # Make the zsh script work also if it is loaded from a file, because a shell that generates the script at each
+        # start takes a second longer.
         print(shtab.complete(parser, options.shell).replace("[-1] == eval ]]", "[-1] == (eval|file) ]]"))
     return 0
 

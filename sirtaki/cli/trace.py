@@ -13,6 +13,7 @@ from sirtaki.analysis.global_graph import path_spans, play
 from sirtaki.analysis.job_model import histories, job_model
 from sirtaki.analysis.recording import Recording, of_ranks
 from sirtaki.errors import ConfigError, PlanError, RecordingError, ReplayError
+from sirtaki.measures import counted
 
 from .output import add_recording, read_recording
 
@@ -56,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             from sirtaki.analysis.chakra import (
                 write_traces,
-            )  # Import it late, because only Chakra traces need protobuf.
+            )  # imported here, because only Chakra traces need the package protobuf
         except ImportError as err:
             raise ConfigError(
                 "--chakra needs the package protobuf 5.28 or newer, which is not installed; run: pip install "
@@ -70,8 +71,9 @@ def main(options: argparse.Namespace) -> int:
         ) from err
     files = written.files
     print(
-        f"the Chakra traces of {written.iterations} iterations of {len(files)} ranks, with {written.nodes} operations "
-        f"(graph nodes) in total, were written to {files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
+        f"the Chakra traces of {counted(written.iterations, 'iteration')} of {counted(len(files), 'rank')}, with "
+        f"{written.nodes} operations (graph nodes) in total, were written to {files[0]}"
+        f"{f' … {files[-1].name}' if len(files) > 1 else ''}"
     )
     if written.groups is not None:
         print(
@@ -79,7 +81,7 @@ def main(options: argparse.Namespace) -> int:
         )
     if list(recording.ranks) != list(range(len(files))):
         print(
-            f"the number of a trace file is not the rank: in the order of their numbers, the files belong to "
+            "the numbers in the names of the trace files are not ranks; sorted by number, the files are those of "
             f"{of_ranks(tuple(recording.ranks))}"
         )
     return 0

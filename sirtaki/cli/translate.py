@@ -30,7 +30,7 @@ def main(options: Namespace) -> int:
         ConfigError: a file cannot be read or written, or the package libcst is not installed.
     """
     try:
-        # Import it late, because only `sirtaki translate` needs the package libcst.
+        # Imported here, because only `sirtaki translate` needs the package libcst.
         from sirtaki.integrations.translate import translate
     except ModuleNotFoundError as err:
         raise ConfigError(

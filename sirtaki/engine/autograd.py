@@ -8,13 +8,20 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 
+NO_PASS = -1
+
+
+def current_pass() -> int:
+    """Return the id of the backward pass that this thread runs, unique in this process. `NO_PASS` outside of a pass."""
+    return torch._C._current_graph_task_id()
+
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward pass.
 
     Also returns True in forward hooks that run while activation checkpointing recomputes activations.
     """
-    return torch._C._current_graph_task_id() != -1
+    return current_pass() != NO_PASS
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -23,10 +30,10 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
 
 def accumulates(leaf: Node) -> bool:
-    """Return whether the backward pass that this thread runs adds a gradient to the leaf's `.grad`.
+    """Return whether the backward pass that this thread runs adds a gradient to the `.grad` of a leaf tensor.
 
     Args:
-        leaf: the AccumulateGrad node of a leaf from which the pass's outputs were computed.
+        leaf: AccumulateGrad node of the leaf tensor. It must be in the autograd graph of this backward pass.
     """
     try:
         return torch._C._will_engine_execute_node(leaf)

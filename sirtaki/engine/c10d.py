@@ -12,6 +12,7 @@ from sirtaki.comm.control.failure import Timeout
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -22,8 +23,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def may_add_groups_alone() -> bool:
     """Return whether a subset of ranks can create a process group without the remaining ranks.
 
-    False if the default group is bound to a device, because NCCL then splits its communicator, and if the default group
-    has its own way to create groups. In both cases all ranks must take part.
+    Return False in two cases, in which all ranks must take part. Either the default group is bound to a device, so that
+    NCCL splits the default group's communicator. Or the default group creates groups by its own method `new_group`.
     """
     import torch.distributed as dist
 
@@ -32,11 +33,11 @@ def may_add_groups_alone() -> bool:
 
 
 def group_beside(group: dist.ProcessGroup, device: torch.device, token: str) -> dist.ProcessGroup:
-    """Create a second process group of the ranks, backend and timeout of `group`. Collective over its ranks.
+    """Create a copy of the process group `group`, with the same ranks, backend and timeout. Collective over its ranks.
 
-    `torch.distributed.new_group` is not used, because it names a group by the number of groups that a rank is in. Ranks
-    with different numbers would not connect. The name could also be that of a destroyed group, whose addresses are
-    still in the store.
+    `torch.distributed.new_group` is not used, because it derives the new group's name from the count of groups that a
+    rank is in. Ranks with different counts would use different names, and not connect. The name could also be that of a
+    destroyed group, whose addresses are still in the store.
 
     Args:
         group: process group to copy.
@@ -69,10 +70,13 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, token: str) -> 
 
 
 def timeout_of(group: dist.ProcessGroup) -> Timeout | None:
-    """Return a function that returns a process group's current timeout in seconds.
+    """Return a callable that reads the current timeout of `group`, in seconds.
 
-    Return None if PyTorch does not expose the timeout. The function returns the longest timeout if backends differ. It
-    also works after the group has been destroyed.
+    The callable returns the longest timeout if the group's backends have different ones. It may be called after the
+    group has been destroyed.
+
+    Returns:
+        None if PyTorch does not expose the timeout.
     """
     found: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
     options = [each for each in found if hasattr(each, "_timeout")]
@@ -81,3 +85,11 @@ def timeout_of(group: dist.ProcessGroup) -> Timeout | None:
 
 def _longest_s(options: Sequence[Any]) -> float:  # Any, because each backend has its own class of options
     return max(float(each._timeout.total_seconds()) for each in options)
+
+
+def default_store() -> Store | None:
+    """Return the key-value store of `torch.distributed`, which all ranks share. None if the backend has none (MPI)."""
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    return None if world is None else cast("Store | None", dist.distributed_c10d._world.pg_map[world][1])

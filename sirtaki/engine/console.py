@@ -1,8 +1,9 @@
 """Terminal output: log lines with the rank, and one progress bar during tuning.
 
-The bar is drawn below the cursor's line, so that output of the script, including its own bar, stays intact. Output
-of this process, or of any rank of a launcher, removes the bar until it is drawn again. If standard error is not a
-terminal, progress is logged every few seconds instead.
+The bar is drawn below the cursor's line, so that output of the script, including the script's own bar, stays intact.
+Any output of this process erases the bar. If a launcher draws the bar, any output of its ranks erases it. The next
+update of the progress draws the bar again. If standard error is not a terminal, progress is logged every few seconds
+instead.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from sirtaki.engine.settings import Settings
 from sirtaki.machine import at_exit
 
 LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
-"""Seconds between two log lines of progress, and between two updates of the bar."""
+"""Seconds between two progress log lines, and seconds between two updates of the progress bar."""
 
 CELLS = 5
 
 NO_LOG = "; no trial log is written"
-"""Suffix of a log line if the user asked for a trial log that the job does not write."""
+"""Suffix of a log line if the user has asked for a trial log, but Sirtaki writes none for this model or optimizer."""
 
 # Escape sequences that add a line below the cursor, save the cursor position, and move to the added line.
 _BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"
@@ -134,9 +135,7 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
             self._shown = False
 
     def _watch(self, stream: TextIO) -> None:
-        """Make the next write to `stream` remove the progress bar first, because a shorter line would leave a part of
-        the bar.
-        """
+        """Make the next write to `stream` erase the progress bar first, because its text may not cover all of it."""
         attributes = getattr(stream, "__dict__", None)
         if attributes is None or "write" in attributes or not is_terminal(stream):
             return
@@ -174,14 +173,6 @@ def start_logging(settings: Settings, rank: int) -> None:
             root.info("%s", note)
         for warning in settings.warnings:
             root.warning("%s", warning)
-
-
-def tuning_ahead(settings: Settings) -> str:
-    """Return a clause for a log line: what tuning will do, and how to disable it."""
-    return (
-        f"Sirtaki tries more settings in the first {settings.warmup_iterations} steps, and keeps one if it is then "
-        "proved to be faster (SIRTAKI_TUNE=0 turns tuning off)"
-    )
 
 
 def tuning_off(settings: Settings) -> str:

@@ -1,7 +1,7 @@
-"""How a rank of an elastic job learns which ranks the job has after each elastic restart.
+"""Membership of a rank in an elastic job: after each elastic restart, the rank obtains the new set of ranks.
 
-The time between two elastic restarts is a generation. Its set of ranks does not change. A rank learns the set from its
-agent (the process that starts ranks on its host) or from MPI.
+This set of ranks does not change until the next elastic restart. The time between two restarts is a generation. A rank
+obtains the set from its agent (the process that starts the ranks of its host) or from MPI.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from dataclasses import replace
 from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.members import Member, introduce, listening, open_listeners
 from sirtaki.comm.control.mpi import Survivors, started_to_survive
+from sirtaki.comm.control.waiting import start_thread
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.json_channel import JsonChannel
 from sirtaki.engine.launchers import AGENT, started_by_mpi
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError
+from sirtaki.errors import CommError, ConfigError, LaunchError, PeerLostError, ResourceLimitError
 from sirtaki.machine import free_in_forked_children
 
 from .membership import (
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 def load_what_training_needs() -> None:
     """Import the modules that PyTorch imports when the first optimizer is created. Idempotent.
 
-    Importing these modules takes as long as importing PyTorch. Does nothing if PyTorch is not imported.
+    The import takes as long as that of PyTorch. A rank calls this function before it joins, so that other ranks do not
+    wait for the import later. Does nothing if PyTorch is not imported.
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.1)
@@ -55,8 +57,10 @@ def load_what_training_needs() -> None:
 # ── jobs with agents ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 LONG_S = 10.0
-"""Seconds of computing without polling for membership changes, after which a rank reports this to its agent (the
-process that started it). Otherwise the rank would be considered hanging and be killed.
+"""Minimum time between two polls for membership changes that a rank reports to its agent, in seconds.
+
+A rank that has not polled for much longer than any reported time counts as hanging, and is killed. The agent is the
+process that started the rank.
 """
 
 
@@ -90,7 +94,8 @@ class AgentClient:
     """Obtains the ranks of an elastic job from the agent: the process on the same host that has started this rank.
 
     A thread receives the agent's messages, also while this rank waits in a collective operation. The driver (launcher
-    process) detects a lost host, and reports it through the agent, long before this rank's heartbeats would.
+    process) detects that a host is lost long before heartbeats between ranks do. The agent forwards the driver's report
+    to this rank.
     """
 
     def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
@@ -99,7 +104,7 @@ class AgentClient:
         Args:
             sock: socket connected to the agent, the process that started this rank.
             interface: name of the network interface that connects the hosts. None for any.
-            one_host: the job will never have another host.
+            one_host: True if the job will never have another host.
         """
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
@@ -109,7 +114,7 @@ class AgentClient:
         self._answer: Formed | Dismissal | None = None
         self._report: Callable[[str], object] = _ignore
         self._closed = ""
-        threading.Thread(target=self._receive, name="sirtaki-agent", daemon=True).start()
+        start_thread(threading.Thread(target=self._receive, name="sirtaki-agent", daemon=True))
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
         """Ask the agent (the process that started this rank) for the ranks after an elastic restart, and wait for the
@@ -157,8 +162,9 @@ class AgentClient:
         self._channel.send(Finished())
 
     def _record_poll(self) -> None:
-        """Record that this rank polls now for membership changes. Report the time since its last poll to the agent if
-        it is the longest so far.
+        """Record the time of this poll for membership changes.
+
+        Report the time since the last poll to the agent if it is longer than all earlier ones.
         """
         now_s = time.monotonic()
         looked_s, self._looked_s = self._looked_s, now_s
@@ -221,8 +227,8 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
     """Open the connection to the agent that has started this process. Return None if no agent has started it.
 
     Raises:
-        ConfigError: this process has inherited the variable `SIRTAKI_AGENT` but not the socket, because a script
-            started it.
+        ConfigError: the environment variable `SIRTAKI_AGENT` is set, but the socket is missing. This is so in a process
+            that a rank's script has started, because it inherits only the variable.
     """
     text = environ.get(AGENT, "")
     if not text:
@@ -244,12 +250,18 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
 
 
 class SurvivingMembership:
-    """Obtains the ranks of an elastic job from MPI, if mpiexec has started them with fault tolerance. All surviving
-    ranks are members.
+    """Obtains the ranks of an elastic job from MPI. For jobs that mpiexec has started with fault tolerance.
+
+    After an elastic restart, the job has all ranks that have not died.
     """
 
     def __init__(self, survivors: Survivors, *, interface: str | None) -> None:
-        """Keep the surviving ranks and `interface`, the network interface that connects the hosts (None for any)."""
+        """Create the source of memberships.
+
+        Args:
+            survivors: the ranks that have not died, as MPI reports them.
+            interface: network interface that connects the hosts; None for any.
+        """
         self._survivors, self._interface = survivors, interface
         self.leave = survivors.leave
 
@@ -288,7 +300,7 @@ class SurvivingMembership:
         """
 
     def finished(self) -> None:
-        """Do nothing, because this job is never restarted."""
+        """Do nothing, because an MPI job has no launcher that would start this rank again."""
 
     def _why_in_vain(self) -> str:
         return "a member of the next generation is lost" if self._survivors.lost() else ""
@@ -326,15 +338,20 @@ class Generations:
     """Place of this process in an elastic job. A generation is the set of ranks between two elastic restarts.
 
     Attributes:
-        current: current generation; after its end, the last one. None before the first generation.
+        current: the generation that this process has joined last, which may have ended. None before the first one.
         has_state: this process holds the training state of the job.
         tuning: tuning results of earlier generations, in which the job had other ranks.
-        leave: ends this process with an exit code. Called if the process fails, or exits before other ranks.
+        leave: function that ends this process with the given exit code at once. Called if the process fails, or exits
+            before other ranks.
     """
 
     def __init__(self, membership: MembershipSource, leave: Callable[[int], object] = os._exit) -> None:
-        """Keep `membership`, from which this process obtains the ranks after each restart. Only the main thread may
-        call its methods.
+        """Create the object before the first generation.
+
+        Args:
+            membership: source from which this process obtains the ranks after each restart. Only the main thread may
+                call its methods.
+            leave: function that ends this process with the given exit code at once.
         """
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
@@ -354,7 +371,10 @@ class Generations:
 
     @property
     def in_step(self) -> bool:
-        """Return whether all current ranks are at the same point of the script. True if all are new, or if none is."""
+        """Return whether all current ranks are at the same point of the script.
+
+        This is so if all ranks are new, or if none is new.
+        """
         return self.current is not None and len({each.has_state for each in self.current.membership.members}) == 1
 
     def change(self) -> Change:
@@ -395,10 +415,12 @@ class Generations:
             joined_s = time.monotonic()
             try:
                 ranks = self.current.connect(timeout_s=settings.start_timeout_s, heartbeat_s=settings.heartbeat_s)
+            except ResourceLimitError:
+                raise
             except CommError as err:
                 logger.info(
-                    "elastic restart: a rank of generation (set of ranks) %d was lost before all ranks had "
-                    "connected (%s); this rank waits for the next generation",
+                    "elastic restart: while the new set of ranks (generation %d) connected, one of them was lost (%s); "
+                    "this rank waits for the next set of ranks",
                     self.number,
                     err,
                 )
@@ -432,7 +454,7 @@ def register(opener: Callable[[], MembershipSource | None] | None) -> None:
 
 
 of_process: Generations | None = None
-"""Result of `of_this_process`, which also sets it. None before its first call, and in jobs that are not elastic."""
+"""This process's `Generations`, as set by `of_this_process`. None before that call, and if the job is not elastic."""
 
 
 def of_this_process(settings: Settings) -> Generations | None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -26,15 +27,27 @@ from sirtaki.comm.control.communicator import Backend, Communicator
 from sirtaki.comm.control.failure import FORKED
 from sirtaki.comm.control.mpi import skip_finalize
 from sirtaki.comm.control.plane import ControlPlane, align_clocks
-from sirtaki.comm.control.waiting import Deadline, Poll, leave_together, wait_for
+from sirtaki.comm.control.stragglers import StragglerWatch
+from sirtaki.comm.control.waiting import WAIT_SLICE_S, Deadline, Poll, leave_together, start_thread, wait_for
 from sirtaki.comm.control.watchdog import MessageBoard, Watchdog
+from sirtaki.comm.device import nccl_owners
 from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
+from sirtaki.engine.autograd import in_backward
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
-from sirtaki.errors import CommError, ConfigError, MismatchError, NotInitializedError, PeerLostError, SirtakiError
-from sirtaki.machine import at_exit, in_forked_children
+from sirtaki.errors import (
+    CommError,
+    ConfigError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ResourceLimitError,
+    SirtakiError,
+)
+from sirtaki.machine import at_exit, forget_at_exit, in_forked_children
+from sirtaki.measures import counted
 from sirtaki.registry.opening import load_ahead
 from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
@@ -42,7 +55,7 @@ from sirtaki.watch.watchers import JobBeacon, Totals
 
 from . import generations
 from .generations import Generations, of_this_process
-from .lanes import open_lanes
+from .lanes import open_lanes, open_nccl
 from .membership import Dismissed
 from .participants import ActiveReducers, BlockedRanks, JoinProtocol, Tuning
 from .ranks import open_beside, open_ranks, settings_beside
@@ -50,8 +63,10 @@ from .tuning.plans import part_bytes_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+    from sirtaki.comm.collectives.on_gpu import NcclRanks
     from sirtaki.watch.prometheus import MetricsServer
 
 
@@ -74,7 +89,7 @@ class Disposal:
         """Start the background thread if it is not running. Call before the first `put`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-disposal", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
 
     def put(self, close: Callable[[], None]) -> None:
         """Queue `close` for the background thread. Non-blocking. May be called from destructors."""
@@ -93,11 +108,12 @@ class Disposal:
                 close()
             except Exception:  # logged only, because the remaining functions must be called after any error
                 logger.warning(
-                    "Sirtaki could not remove all its hooks and buffers of a DistributedOptimizer that the script has "
-                    "deleted, because of an error; training continues",
+                    "the script has deleted a DistributedOptimizer, and an error stopped Sirtaki from removing all its "
+                    "hooks and buffers; training continues",
                     exc_info=True,
                 )
-            # Delete the reference, because the function references the closed object, which could not be freed.
+            # Delete the local reference to the function. It would keep the closed object alive until the next function
+            # is queued.
             del close
 
     def stop(self) -> None:
@@ -165,7 +181,9 @@ class JobObservers:
             "began_s": self._began_s,
             "iteration": max((pipeline.iteration for pipeline in job.pipelines), default=0),
             "tuning": any(tuning.tuning for tuning in job.tunings),
-            "setting": "; ".join(dict.fromkeys(tuning.knobs.describe() for tuning in job.tunings)),
+            "setting": "; ".join(
+                filter(None, [*dict.fromkeys(each.knobs.describe() for each in job.tunings), job.stragglers.describe()])
+            ),
             "trials": totals.trials,
             "gain": gain if gain == gain else None,
             **totals.recent_means(),
@@ -188,8 +206,14 @@ SHUTDOWN_S = 30.0
 LEAVE_S = 5.0
 """Maximum seconds that ranks wait for each other before an elastic restart on which all have agreed."""
 
+LEAVE_DEVICE_S = 60.0
+"""Maximum seconds from the failure of an elastic job until the training thread calls Sirtaki. After this time, the
+process is ended, even if its GPU does not wait for other ranks."""
+
 DEVICE_S = 5.0
-"""Seconds that a failed job waits for its GPU. If the GPU still waits for other ranks then, this process is ended."""
+"""Seconds after the job's failure in which the GPU may wait for other ranks. After this time, the process is ended.
+
+In an elastic job, the NCCL communicators are aborted, and the same time is allowed once more, from the abort on."""
 
 
 class Job:
@@ -198,7 +222,8 @@ class Job:
     Attributes:
         elastic: object by which this process joins the ranks after an elastic restart. None if the job is not elastic,
             so that the loss of a rank ends it.
-        settled: True if the script may communicate. False until new and old ranks have synchronised in `elastic.run`.
+        settled: True if the script may communicate. False after an elastic restart with new ranks, until new and old
+            ranks have synchronised the training state in `elastic.run`.
         training: True while the user's training function runs, which `elastic.run` calls again after each restart.
         observed: monitoring of the job, such as its metrics server. None before the job is open and after it is closed.
         part_bytes: bytes of gradients after which the user's plan cuts a compiled graph (`GivenPlan.part_bytes`). None
@@ -215,10 +240,11 @@ class Job:
                 elastic.
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
+        self._gpus_stopped = False  # True once `stop_gpus` has ended this rank's work on GPUs
         self.settled, self.training = elastic is None or elastic.in_step, False
         self.observed: JobObservers | None = None
-        # Run the collective steps first, because they fail if another rank fails. Steps before them would have to be
-        # undone.
+        # Run the collective steps before the local ones. A collective step fails if another rank fails, and local steps
+        # that ran before would have to be undone.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
@@ -232,17 +258,21 @@ class Job:
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         start_logging(settings, self.control.rank)
         self.courier = MessageBoard(self.control.duplicate())
+        self.stragglers = StragglerWatch(self.courier, self.control.host_names)
         self.watchdog = Watchdog(
             self.courier,
             self.control.failures,
+            also=self.stragglers.check,
             warning_s=settings.stall_warning_s if settings.stall_check else NEVER_S,
             shutdown=lambda: settings.missing_ranks_limit_s,
         )
-        self.rank_sets = RankSets(
-            self.control,
-            self.watchdog,
-            partial(open_lanes, settings=settings, timeout_s=settings.transport_timeout_s),
+        make_engine = partial(
+            EagerEngine,
+            open_lanes=partial(open_lanes, settings=settings, timeout_s=settings.transport_timeout_s),
+            open_nccl=partial(open_nccl, settings=settings),
+            in_backward=in_backward,
         )
+        self.rank_sets = RankSets(self.control, self.watchdog, make_engine)
         # Number the optimizers of each process set (subset of ranks), so that an optimizer has the same number on all
         # ranks.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
@@ -268,8 +298,13 @@ class Job:
         self.blocked.poll()
 
     def _on_failure(self) -> None:
-        if any(pipeline.device.streams for pipeline in self.pipelines):
-            threading.Thread(target=self._end_if_a_device_waits, name="sirtaki-end", daemon=True).start()
+        if nccl_owners() or self._on_gpus:
+            threading.Thread(target=self._end_gpu_waits, name="sirtaki-end", daemon=True).start()
+
+    @property
+    def _on_gpus(self) -> list[NcclRanks | GradientPipeline]:
+        eager = [engine.rounds.nccl for _, engine in self.rank_sets.engines()]
+        return [*filter(None, eager), *(pipeline for pipeline in self.pipelines if pipeline.device.streams)]
 
     @property
     def pipelines(self) -> list[GradientPipeline]:
@@ -282,20 +317,65 @@ class Job:
         """The tuning state of each distributed optimizer or DDP model whose gradients Sirtaki reduces. Thread-safe."""
         return [tuning for participant in self.participants if (tuning := participant.tuning) is not None]
 
-    def _end_if_a_device_waits(self) -> None:
-        """End the process if a GPU waits for other ranks of the failed job.
+    def _end_gpu_waits(self) -> None:
+        """End the waits of this rank's GPU for other ranks, once the job has failed. Runs in a thread of its own.
 
-        A waiting GPU kernel, and the work queued after it, cannot be cancelled. The main thread may hang in CUDA
-        forever. If it went on, it would update parameters with gradients that were never reduced. If no GPU waits, the
-        main thread raises the error itself.
+        Do nothing while no GPU waits, because the training thread then raises the failure itself. In an elastic job,
+        abort the NCCL communicators once the training thread waits for the GPU in a function of Sirtaki. This function
+        raises the failure after the wait, so that the script restores the last commit. In all other cases, end the
+        process after a time limit: the training thread may hang in CUDA forever, and after an abort it would use
+        gradients that were never reduced.
         """
 
-        def ends() -> bool:
-            return _job is not self or any(pipeline.in_flight.stalled() for pipeline in self.pipelines)
+        def over() -> bool:
+            return _job is not self or self._gpus_stopped
 
-        wait_for(ends, Deadline.after(DEVICE_S), Poll.SLOW)
-        if _job is self:
+        def waits() -> bool:
+            return any(each.stalled() for each in self._on_gpus)
+
+        if self.elastic is None:
+            wait_for(lambda: over() or waits(), Deadline.after(DEVICE_S), Poll.SLOW)
+        else:
+            aborts, waiting, ends = False, Deadline.after(DEVICE_S), Deadline.after(LEAVE_DEVICE_S)
+            while not (over() or waiting.passed or ends.passed):
+                if not aborts and self.control.failures.raises_next:
+                    # Abort in another thread, because an abort itself may hang.
+                    threading.Thread(target=self._abort, name="sirtaki-abort", daemon=True).start()
+                    aborts, waiting = True, Deadline.after(DEVICE_S)
+                elif not aborts and not waits():
+                    waiting = Deadline.after(DEVICE_S)
+                time.sleep(WAIT_SLICE_S)
+        if not over():
             end_now(f"the job has failed while its GPU waits for other ranks: {self.failure}")
+
+    def _abort(self) -> None:
+        owners = nccl_owners()
+        # Abort them at the same time, because an abort may wait until an operation of another one has ended.
+        with ThreadPoolExecutor(max(1, len(owners)), thread_name_prefix="sirtaki-abort") as threads:
+            count = sum(threads.map(lambda owner: owner.abort(), owners))
+        if count and self.failure is not None:
+            logger.info(
+                "elastic restart: rank %d has aborted %s, so that its GPU does not wait for lost ranks",
+                self.rank,
+                counted(count, "NCCL communicator"),
+            )
+
+    def wait_for_gpus(self) -> None:
+        """Block until this rank's GPUs have done all queued work. Not collective.
+
+        Raises:
+            CommError: the job has failed. All CUDA tensors that were computed since the last commit are undefined.
+        """
+        for each in self._on_gpus:
+            each.wait_for_device()
+
+    def stop_gpus(self) -> None:
+        """End this rank's GPU work and NCCL communicators before an elastic restart. Not collective. Idempotent."""
+        for each in self._on_gpus:
+            with contextlib.suppress(CommError, RuntimeError):  # the caller knows the job's failure, or a CUDA error
+                each.wait_for_device()
+        self._abort()
+        self._gpus_stopped = True
 
     @property
     def rank(self) -> int:
@@ -318,7 +398,11 @@ class Job:
         return self.control.failures.error
 
     def interrupt(self) -> list[str]:
-        """Store the tuning results of an unfinished warm-up. Return texts that describe what this rank is doing."""
+        """Store the tuning results of an unfinished warm-up, and end profiles. Call before the process is ended.
+
+        Returns:
+            Texts that describe what this rank is doing.
+        """
         where = self.watchdog.progress()
         timeline.stop()
         recorder.end()
@@ -364,7 +448,9 @@ class Job:
     # ── leaving a generation of an elastic job ───────────────────────────────────────────────────────────────────
 
     def give_up(self, reason: str) -> None:
-        """Tell all ranks that, and why, this rank leaves them for an elastic restart. Not collective, non-blocking."""
+        """Tell all ranks that this rank leaves the job for an elastic restart because of `reason`. Not collective,
+        non-blocking.
+        """
         self.control.failures.report(PeerLostError(reason))
         self._ranks.abort(reason)
 
@@ -423,14 +509,17 @@ def is_initialized() -> bool:
     return _job is not None
 
 
-@outside_modes  # leaves inference mode, because memory allocated in it cannot be written outside of it
-def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None) -> None:
+@outside_modes  # leaves inference mode, because tensors allocated in this mode cannot be written in other modes
+def init(
+    comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None, store: Store | None = None
+) -> None:
     """Start Sirtaki on all ranks. Collective. Idempotent.
 
     Args:
         comm: ranks of the job. None for all ranks that the launcher started. Otherwise an mpi4py communicator, or a
             list of ranks. Only the listed ranks may call `init`.
         beside: PyTorch process group whose ranks become the ranks of the job. `comm` must be None.
+        store: key-value store by which the ranks of `beside` exchange addresses. See `open_beside`.
 
     Raises:
         ConfigError: an environment variable is invalid or needs a missing package, this rank is not in `comm`, or the
@@ -438,7 +527,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         LaunchError: the job is elastic, and this rank cannot become a member of it.
         CommError: there is no usable MPI library, or a rank cannot be reached.
     """
-    global _job, _ending, _has_hooks
+    global _job, _ending, _remove_hooks
     if _job is not None:
         return
     if _is_child:
@@ -452,7 +541,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     raise_descriptor_limit()
     elastic = of_this_process(settings)
     if elastic is None:
-        _job = Job(settings, open_ranks(settings, comm) if beside is None else open_beside(settings, beside))
+        _job = Job(settings, open_ranks(settings, comm)) if beside is None else _open_beside(settings, beside, store)
     else:
         if comm is not None or beside is not None:
             raise ConfigError(
@@ -464,6 +553,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         # Import the registry's modules now, because all ranks would wait for a later import.
         load_ahead(settings.registry)
     # Set these environment variables, because scripts written for horovodrun read them.
+    given = set(os.environ)
     for name, value in (
         ("RANK", control.rank),
         ("SIZE", control.size),
@@ -476,14 +566,26 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         os.environ[f"HOROVOD_{name}"] = str(value)
     # Keep an existing value, because the launcher of an elastic job sets its own host names.
     os.environ.setdefault("HOROVOD_HOSTNAME", control.host_names[control.rank])
+    _added_variables.update(set(os.environ) - given)
     _ending = _job
-    if not _has_hooks:
-        _has_hooks = True
-        _install_hooks()
+    if _remove_hooks is None:
+        _remove_hooks = _install_hooks()
     exclude_from_compilation()
     _job.observed = JobObservers(
         _job, local_rank=control.local_rank, generation=0 if elastic is None else elastic.number
     )
+
+
+def _open_beside(settings: Settings, group: ProcessGroup, store: Store | None) -> Job:
+    """Open a job over the ranks of a PyTorch process group. Collective. If an error occurs, report it to all ranks."""
+    ranks = open_beside(settings, group, store)
+    try:
+        return Job(settings, ranks)
+    except BaseException as err:
+        if not isinstance(err, MismatchError):  # all ranks raise a MismatchError, so it need not be reported
+            ranks.abort(f"rank {ranks.rank} could not open the job: {err}")
+        ranks.free()
+        raise
 
 
 def _next_generation(settings: Settings, elastic: Generations) -> Job:
@@ -506,11 +608,11 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
         except BaseException as err:
             ranks.abort(f"rank {ranks.rank} could not open generation {elastic.number}: {err}")
             ranks.free()
-            if not isinstance(err, CommError):
+            if isinstance(err, ResourceLimitError) or not isinstance(err, CommError):
                 raise
             logger.info(
-                "elastic job: generation (set of ranks) %d lost a rank during init(): %s; this rank waits for the next "
-                "generation",
+                "elastic job: a rank was lost while generation %d (set of ranks) ran init() (%s); this rank waits "
+                "for the next generation",
                 elastic.number,
                 err,
             )
@@ -522,20 +624,42 @@ def leave(*, together: bool, reason: str = "") -> None:
     In an elastic job, a later `init()` joins the ranks after the next restart.
 
     Args:
-        together: all ranks have agreed to leave. In this case the function is collective.
+        together: True if all ranks have agreed to leave. In this case the function is collective.
         reason: why this rank leaves. Sent to all ranks if `together` is False.
     """
     global _job, _ending
     if _job is None:
         return
-    job, _job, _ending = _job, None, None
+    job = _job
+    if not _is_child and job.elastic is not None:
+        if not together:
+            job.give_up(reason)
+        job.stop_gpus()
+    _job = _ending = None
     if _is_child:
         return
     if together:
         job.wait_for_leave()
-    else:
+    elif job.elastic is None:
         job.give_up(reason)
     job.abandon()
+
+
+def undo_init(reason: str) -> None:
+    """Undo `init()`: leave the job, and remove its exit handler, exception handler and environment variables.
+
+    Not collective. For a job in which another rank could not connect.
+
+    Args:
+        reason: why this rank leaves. Sent to all ranks.
+    """
+    global _remove_hooks
+    leave(together=False, reason=reason)
+    if _remove_hooks is not None:
+        _remove_hooks()
+        _remove_hooks = None
+    while _added_variables:
+        os.environ.pop(_added_variables.pop(), None)
 
 
 def shutdown() -> None:
@@ -546,7 +670,7 @@ def shutdown() -> None:
     if _is_child:
         _job = None
         return
-    # Ignore the error, because the script gets it where it uses the missing gradients.
+    # Ignore an error of the deferred updates, because Sirtaki raises it again where the script uses the gradients.
     with contextlib.suppress(SirtakiError):
         _job.participants.drain()
     job, _job = _job, None
@@ -566,12 +690,14 @@ def shutdown() -> None:
 # ── end of the process: a failed rank ends the job, a rank that has completed its work waits for the others ───────────
 
 VICTIM_S = 2.0
-"""Seconds that a rank whose communication failed waits before it ends the job, so that the cause is printed first."""
+"""Seconds that a rank whose communication failed waits before it ends the job.
+
+In this time, the rank that caused the failure prints its error."""
 
 LOST_S = 15.0
 """Seconds that a rank whose communication failed waits in an MPI job if another rank has exited or is exiting.
 
-That other rank ends the job, and its exit code must become the job's.
+The other rank ends the job within this time. So mpiexec returns the exit code of that rank, which has the cause.
 """
 
 EXIT_S = 5.0
@@ -581,7 +707,12 @@ _AGAIN_S = 60.0  # maximum seconds of one attempt to close the job; failed attem
 
 _exit_code: int | None = None
 _raised = False
-_has_hooks = False
+_remove_hooks: Callable[[], None] | None = None
+"""Function that removes the exit handler and the exception handler of `init()`. None if they are not installed."""
+
+_added_variables = set[str]()
+"""Names of the environment variables that `init()` has added."""
+
 _is_child = False
 """True in a process that was forked from a rank. It may only query properties such as the rank."""
 
@@ -608,7 +739,8 @@ def finish() -> None:
         job.give_up(f"rank {job.rank} has ended its script")
 
 
-def _install_hooks() -> None:
+def _install_hooks() -> Callable[[], None]:
+    """Install the exit handler and the exception handler of the job. Return a function that removes them."""
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -632,7 +764,9 @@ def _install_hooks() -> None:
             if _outlives_others():
                 _leave(1)
             return
-        _ending = None  # unset, because the exit of this failed rank must not wait for other ranks
+        # Remove the exit handler, because the exit of this failed rank must not wait for other ranks.
+        _ending = None
+
         # Omit the error's text if the hook that was `sys.excepthook` before has printed it already.
         what = f"it raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
@@ -660,6 +794,16 @@ def _install_hooks() -> None:
     at_exit(_at_exit)
     in_forked_children(on_exit, _become_child)
     os.register_at_fork(before=_finish_updates)
+
+    def remove() -> None:
+        # Remove a handler only if the script has not replaced it since, because the script's handler may call it.
+        if sys.excepthook is on_exception:
+            sys.excepthook = previous_hook
+        if sys.exit is on_exit:
+            sys.exit = previous_exit
+        forget_at_exit(_at_exit)
+
+    return remove
 
 
 def _become_child(_: object) -> None:
@@ -702,7 +846,8 @@ def _at_exit() -> None:
         return
     if code == 0 and job.elastic is not None:
         job.give_up(f"rank {job.rank} has ended its script")
-        # Leave also with exit code 0, because `raise SystemExit(9)` bypasses `sys.exit`, so that `code` may be wrong.
+        # Only a `code` of 0 comes here, but it may be wrong: `raise SystemExit(9)` bypasses `sys.exit`, from which the
+        # code is known. So end this process in any case.
         if _outlives_others():
             _leave(0)
         return
@@ -713,7 +858,7 @@ def _at_exit() -> None:
     if code != 0:
         reason = f"has ended with exit code {code} while other ranks are running"
         _report(job, f"its script {reason}", where)
-        if job.backend is Backend.MESH:  # not over MPI, whose abort would replace the exit code
+        if job.backend is Backend.MESH:  # not over MPI, because MPI_Abort would replace this rank's exit code
             job._ranks.abort(f"rank {job.rank} {reason}")
         _leave(code)
     _report(job, f"the job has failed: {job.failure}", where)
@@ -726,14 +871,17 @@ def _at_exit() -> None:
 def _interrupted(job: Job) -> list[str]:
     try:
         return job.interrupt()
-    except Exception as err:  # any error, because it must not prevent the end of the job
+    except Exception as err:  # any error, because no error may prevent the end of the job
         return [f"could not save its training state: {err}"]
 
 
 def _report(job: Job, reason: str, where: list[str]) -> None:
-    """Print which rank ends the job, why (`reason`, a clause), and what it was doing.
+    """Print that this rank ends the job (an elastic job: leaves it), and why.
 
-    Under sirtakirun, print nothing if `where`, which describes what it was doing, is empty.
+    Args:
+        job: the job.
+        reason: why this rank ends the job, as a clause.
+        where: descriptions of what this rank was doing. If empty, nothing is printed under sirtakirun.
     """
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)

@@ -8,6 +8,7 @@ import contextlib
 import selectors
 import socket
 import struct
+import zlib
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,6 +17,9 @@ from sirtaki.machine import in_forked_children
 
 LONGEST_BYTES = 8 * 2**20
 """Maximum bytes of a message. This is enough for a list of ten thousand ranks."""
+
+LONG_BYTES = 64 * 1024
+"""Longer messages are compressed, because a list of all ranks goes to each host after an elastic restart."""
 
 _LENGTH = struct.Struct("<I")
 _PIECE_BYTES = 65536
@@ -26,6 +30,8 @@ Received = TypeVar("Received")
 def encoded(message: msgspec.Struct) -> bytes:
     """Encode a message for `JsonChannel.send`, so that a message to several receivers is encoded only once."""
     text = msgspec.json.encode(message)
+    if len(text) > LONG_BYTES:
+        text = zlib.compress(text, 1)
     return _LENGTH.pack(len(text)) + text
 
 
@@ -119,13 +125,15 @@ class JsonChannel(Generic[Received]):
             text = bytes(self._in[_LENGTH.size : end])
             del self._in[:end]
             try:
+                if text.startswith(b"x"):  # zlib's first byte, with which no JSON begins
+                    text = zlib.decompressobj().decompress(text, LONGEST_BYTES)
                 messages.append(self._decoder.decode(text))
-            except ValueError as err:  # raised by msgspec for invalid JSON and for bytes that are not UTF-8
+            except (ValueError, zlib.error) as err:  # msgspec raises ValueError also for bytes that are not UTF-8
                 raise ConnectionError(
                     f"another process of this job (launcher, agent or rank) sent an invalid control message ({err}); "
                     "check that all run the same version of Sirtaki"
                 ) from err
-        # Not while there are messages, because those received before the end are returned first.
+        # Raise the error only if no message is left, because messages that arrived before the end must be returned.
         if self._ended and not messages:
             raise ConnectionError(
                 "another process of this job (launcher, agent or rank) exited or closed its control connection"

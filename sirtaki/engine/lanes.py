@@ -5,26 +5,36 @@ models.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
+from sirtaki.comm.collectives.operations import Ranks
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.comm.control.failure import Timeout
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.device import cuda_device
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.comm.shards import ShardLanes, open_shard_lanes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.comm.units import UnitPipeline
 from sirtaki.engine.settings import Settings
+from sirtaki.errors import ConfigError, TransportError
+from sirtaki.measures import counted
 
 from .tuning.plans import default_knobs, knob_space
+
+if TYPE_CHECKING:
+    from sirtaki.comm.collectives.on_gpu import NcclRanks
 
 logger = logging.getLogger(__name__)
 
 TYPICAL_BYTES = 25 << 20
-"""Bytes of a typical tensor: the size of DDP's buckets. Lanes (sets of connections between ranks) cut tensors into
-units (buckets) of the default size for this many bytes.
+"""Bytes of a typical tensor: the size of DDP's buckets.
+
+Lanes (sets of connections between ranks) divide tensors into units (buckets). Their unit size is the untuned default
+for a tensor of this size.
 """
 
 SLOT_BYTES, SLOTS = 2 << 20, 4
@@ -58,13 +68,12 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
     route, streams = (knobs.transport, knobs.algorithm), knobs.streams
     router.open_streams(route, streams)
     if ranks.rank == 0:
-        how, word = f"{route[0].value} {route[1].value}", "connection" if streams == 1 else "connections"
+        how = f"{route[0].value} {route[1].value}"
         logger.info(
-            "large tensors are reduced between %d ranks by the transport and algorithm %s, on %d parallel %s",
+            "large tensors are reduced between %d ranks by the transport and algorithm %s, on %s",
             ranks.size,
             how,
-            streams,
-            word,
+            counted(streams, "parallel connection"),
         )
     through_slots = TransportKind.SHARED_MEMORY in route or Algorithm.HIERARCHICAL in route
     return UnitPipeline(
@@ -75,6 +84,42 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
         unit_bytes=SLOT_BYTES if through_slots else knobs.unit_bytes,
         slots=slots if through_slots else None,
     )
+
+
+def open_nccl(ranks: Ranks, index: int, where: str, *, settings: Settings) -> NcclRanks | None:
+    """Open an NCCL communicator for eager operations on GPUs, and log whether it is used. Collective.
+
+    Args:
+        ranks: participating ranks. No other operation may use their communicator during the call.
+        index: index of the GPU of this rank's tensors.
+        where: text that names the process set. "" = all ranks.
+        settings: values of this process's environment variables.
+
+    Returns:
+        None if NCCL cannot be used, or the user has set `SIRTAKI_TRANSPORT=staged`.
+    """
+    from sirtaki.comm.collectives.on_gpu import NcclRanks
+    from sirtaki.comm.nccl_streams.transport import FIRST, find_nccl
+
+    user, wanted = f"eager operations{where}", settings.transport
+    if wanted is TransportKind.STAGED:
+        if ranks.rank == 0:
+            logger.info("%s on GPUs run through host memory, because SIRTAKI_TRANSPORT is staged", user)
+        return None
+    control, device = control_of(ranks.comm, settings), cuda_device(index)
+    forced, timeout_s = wanted is TransportKind.NCCL, settings.transport_timeout_s
+    try:
+        opener = find_nccl(control, device, forced=forced, timeout_s=timeout_s, user=user)
+    except (ConfigError, TransportError) as err:  # raised on all ranks
+        opener = None
+        if ranks.rank == 0:
+            logger.warning("%s on GPUs run through host memory: %s", user, err)
+    if opener is None:
+        control.close()
+        return None
+    if ranks.rank == 0:
+        logger.info("%s on GPUs run over NCCL", user)
+    return NcclRanks(ranks, opener.open(FIRST), device, control)
 
 
 FLOWS = 8

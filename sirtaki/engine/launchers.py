@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, require
 
 # First port and number of ports for the rendezvous of a Slurm job. They are below the kernel's ephemeral ports. The
 # number is prime, so that consecutive jobs get different ports.
@@ -26,7 +26,7 @@ class LauncherRank:
     Attributes:
         host, port: rendezvous address of the ranks. "" and 0 for a job of one rank.
         attempt: text that identifies the job and counts its restarts.
-        agent_store: torchrun's agent hosts the rendezvous store. If False, rank 0 hosts it.
+        agent_store: True if torchrun's agent hosts the rendezvous store. If False, rank 0 hosts the store.
         local_rank, local_size: rank on this node, and number of ranks on this node. Set for srun tasks only.
     """
 
@@ -114,8 +114,8 @@ def _slurm_number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-# For each quantity, the environment variables in which Open MPI, Hydra (MPICH, Intel MPI) and PMIx set it, in this
-# order.
+# Environment variables by quantity, as set by Open MPI, Hydra (MPICH, Intel MPI) and PMIx. The first one that is set
+# gives the value.
 _PLACES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
     "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -200,18 +200,13 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
             step = replace(step, port=_number("MASTER_PORT", environ, least=1))
         return step
     rank, size = _number("RANK", environ, least=0), _number("WORLD_SIZE", environ, least=1)
-    if rank >= size:
-        raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={size}: ranks are numbered from 0")
+    require(rank < size, "the environment variable RANK", f"less than WORLD_SIZE={size}", rank)
     local, local_size = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if local and local_size:
-        if _number("LOCAL_RANK", environ, least=0) >= _number("LOCAL_WORLD_SIZE", environ, least=1):
-            raise ConfigError(
-                f"LOCAL_RANK={local} must be less than LOCAL_WORLD_SIZE={local_size}: ranks are numbered from 0"
-            )
-        if int(local_size) > size:
-            raise ConfigError(
-                f"LOCAL_WORLD_SIZE={local_size} (ranks of this host) must not exceed WORLD_SIZE={size} (all ranks)"
-            )
+        valid = _number("LOCAL_RANK", environ, least=0) < _number("LOCAL_WORLD_SIZE", environ, least=1) <= size
+        rule = f"LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE={size}"
+        require(valid, "the environment", rule, f"LOCAL_RANK={local} and LOCAL_WORLD_SIZE={local_size}")
+
     host, port = environ.get("MASTER_ADDR", ""), 0
     if size > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
@@ -235,11 +230,8 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
 
 def _number(name: str, environ: Mapping[str, str], *, least: int) -> int:
     text = environ[name].strip()
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(
-            f"the environment variable {name}={text!r} must be an integer of at least {least}; "
-            "torchrun sets it, or you do"
-        )
+    valid = text.isdecimal() and int(text) >= least
+    require(valid, f"the environment variable {name}", f"an integer of at least {least}", repr(text))
     return int(text)
 
 
@@ -258,14 +250,15 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
     for name, expected in sizes.items():
         if expected.isdecimal() and int(expected) > size:
             raise ConfigError(
-                f"the launcher set {name}={expected}, but MPI_COMM_WORLD has size {size}, because this "
-                f"{'srun' if step else 'mpiexec'} does not work with the MPI library that mpi4py loads; "
+                f"the launcher started {expected} ranks ({name}), but MPI_COMM_WORLD has size {size}: the "
+                f"{'srun' if step else 'mpiexec'} in use does not work with mpi4py's MPI library; "
                 f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right mpiexec'}, "
                 "or see `sirtaki doctor`"
             )
     if any(sizes.values()) or size > 1:
         return
-    # Accept a step of one task, the step of a batch script or an interactive shell, because no MPI launcher started it.
+    # Accept a Slurm step of one task. It is the step of a batch script or of an interactive shell, so no MPI launcher
+    # started it.
     if step is not None:
         raise ConfigError(
             f"srun started {step.size} tasks, but MPI_COMM_WORLD has only one rank in each; {_SRUN_REMEDY}"

@@ -74,8 +74,8 @@ class MembershipSource(Protocol):
 
         Args:
             after: number of the generation that this rank leaves. 0 if the rank has not been in one.
-            has_state: this rank has synchronised in an earlier generation, so it holds the training state (such as
-                weights). A rank without it must not become the rank whose state all ranks copy.
+            has_state: True if this rank has synchronised in an earlier generation, so that it holds the training state
+                (such as weights). A rank without this state must not become the rank whose state all ranks copy.
             timeout_s: maximum wait in seconds.
 
         Raises:

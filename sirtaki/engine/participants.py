@@ -20,7 +20,7 @@ import torch
 
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.comm.collectives.engine import GLOBAL, RankSets
-from sirtaki.comm.control.waiting import Poll, wait_for
+from sirtaki.comm.control.waiting import Poll, start_thread, wait_for
 from sirtaki.comm.control.watchdog import MessageBoard, Tag, Watchdog
 from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.errors import CommError
@@ -77,7 +77,7 @@ class IterationCounter:
         """Return the number of iterations to which this rank has contributed all its gradients.
 
         Args:
-            missing: some gradients of the current iteration are not ready.
+            missing: True if some gradients of the current iteration are not ready.
         """
         waiting = self.waiting
         return self.finished + (not missing or (waiting is not None and waiting[0] is not WaitStage.ASK))
@@ -116,7 +116,7 @@ class ActiveReducer(Protocol):
 
     @property
     def failed_in(self) -> int | None:
-        """Return the number (`ActiveReducers.n_begun`) of the backward pass that raised an error in this iteration.
+        """Return which backward pass raised an error in this iteration, as a value of `ActiveReducers.n_begun`.
 
         None if no backward pass raised one.
         """
@@ -146,7 +146,7 @@ class ActiveReducer(Protocol):
         """End the current iteration: wait until its gradients are reduced. Collective.
 
         Args:
-            joined: contribute zeros instead of gradients, because this rank has called `join()`.
+            joined: True if this rank has called `join()`, and so contributes zeros instead of gradients.
         """
 
     def drain(self) -> None:
@@ -161,7 +161,7 @@ class ActiveReducer(Protocol):
         """
 
     def drop_accumulated(self) -> None:
-        """Discard the gradients of fewer backward passes than are accumulated per step (`backward_passes_per_step`)."""
+        """Discard gradients of an incomplete accumulation: fewer passes than `backward_passes_per_step` have run."""
 
     def close(self, reason: str) -> None:
         """Close the reducer because of `reason`, so that it reduces no more gradients. Not collective. Idempotent."""
@@ -202,14 +202,15 @@ class ActiveReducers:
     def drop_failed(self, number: int) -> None:
         """Drop the gradients of backward pass `number`, which raised an error. Collective.
 
-        Processes reducers in the order of their keys, which is equal on all ranks. Gradients of earlier failed passes
-        are kept, because a rank may have dropped their reducers, or retry them later.
+        Processes reducers in the order of their keys, which is equal on all ranks. Does not drop gradients of earlier
+        failed passes: another rank may have destroyed the reducers of such a pass, or may drop its gradients later, so
+        that the call would not be collective.
 
         Args:
             number: number of the pass, as returned by `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
-            # Make all ranks destroy the same gradient reducers: those to which the script has dropped its references.
+            # Destroy reducers to which the script has dropped all references, so that all ranks have the same reducers.
             gc.collect()
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
@@ -235,12 +236,13 @@ PAUSE = 0.05
 
 @dataclass(slots=True)
 class _Participation:
-    """Part of this rank in the current iteration of one gradient reducer.
+    """Progress of this rank in the current iteration of one gradient reducer, and the ranks that know this progress.
 
     Attributes:
         reached: iteration and stage that this rank has reached.
         announced_to: ranks in `join()` that have received `reached`.
-        ended: the CPU has ended the iteration. A GPU may still wait for a rank that has called `join()` meanwhile.
+        ended: True if the CPU has ended the iteration. A GPU may still wait for a rank that has called `join()`
+            meanwhile.
     """
 
     key: Key
@@ -261,7 +263,7 @@ class JoinProtocol:
         self._lock = free_in_forked_children(threading.Lock())
         self._round = 0  # number of times that all ranks have completed `join()`
         self._joined: dict[int, int] = {}  # for each rank in `join()`, the value of `_round` when it called `join()`
-        # Its own iterations, in the order in which this rank began them.
+        # The current iteration of each gradient reducer, in the order in which this rank began them.
         self._participations: list[_Participation] = []
         self._finished: Counter[int] = Counter()  # number of ended iterations, by process set (subset of ranks)
 
@@ -271,7 +273,8 @@ class JoinProtocol:
     def any_joined(self) -> bool:
         """Return whether any rank is in `join()`.
 
-        The result is equal on all training ranks after an iteration to which the rank in `join()` contributed zeros.
+        The training ranks may learn of it at different times. After an iteration to which the rank in `join()` has
+        contributed zeros, all of them know.
         """
         return any(number >= self._round for number in self._joined.values())
 
@@ -350,8 +353,8 @@ class JoinProtocol:
         assert engine is not None
         self._participants.drain()
         failures = self._watchdog.failures
-        # First wait for this rank's GPU. It may need a rank in `join()`, which needs announcements that this rank sends
-        # while it waits.
+        # First wait until this rank's GPU has reduced all gradients. The reductions may need zeros of a rank in
+        # `join()`. That rank contributes zeros once this rank has announced the iteration, as it does while it waits.
         wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
@@ -399,7 +402,7 @@ class _Substitute:
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         # For each gradient reducer, how far each rank has come.
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)
-        # Announcements of iterations that some training rank has not reached yet.
+        # Iterations that some rank has announced (begun), but that not all training ranks have begun yet.
         self._announced: list[tuple[Key, Reached]] = []
         self._begun: dict[Key, Reached] = {}
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -425,7 +428,7 @@ class _Substitute:
             self._reached[key][rank] = reached
             if (key, reached) not in self._announced:
                 self._announced.append((key, reached))
-        # In the order of announcement, because GPUs wait for the iterations in this order.
+        # Process iterations in the order of announcement, because GPUs of training ranks wait for them in this order.
         for announced in list(self._announced):
             key, (number, stage) = announced
             participant, by_rank = self._participant(key), self._reached[key]
@@ -442,7 +445,7 @@ class _Substitute:
     def _catch_up(self, participant: ActiveReducer, target: Reached) -> None:
         """Contribute zeros to the iterations of the reducer `participant`, up to the iteration and stage `target`.
 
-        This rank runs every stage, although training ranks may have announced only the last one.
+        This rank runs iterations in between, too, although the training ranks may have announced only the last one.
         """
         iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, WaitStage.FINISH))
         while (iteration, stage) < target:
@@ -471,7 +474,7 @@ class _Substitute:
             tasks = self._tasks[number] = queue.SimpleQueue()
             name = f"sirtaki-join-{number}"
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True))
-            self._threads[-1].start()
+            start_thread(self._threads[-1])
         zeros = stage is WaitStage.REDUCE
         self._tasks[number].put(participant.contribute_zeros if zeros else partial(participant.finish, joined=True))
 
@@ -503,13 +506,14 @@ class _Substitute:
 
 
 REPORT_S = 0.05
-"""Seconds of waiting after which a rank reports the wait to all ranks, if it has gradients of an
-incomplete iteration.
+"""Seconds of waiting after which a rank reports the wait to all ranks, so that they can detect a deadlock.
+
+Applies to a rank that has gradients of an incomplete iteration, because such an iteration may be part of a deadlock.
 """
 
 REPORT_ANYWAY_S = 1.0
-"""Seconds of waiting after which a rank without gradients of an incomplete iteration reports the wait to all ranks.
-Once a deadlock was detected, it reports after `REPORT_S`.
+"""Like `REPORT_S`, for a rank that has no gradients of an incomplete iteration. Once a deadlock was detected,
+`REPORT_S` applies to this rank, too.
 """
 
 
@@ -544,7 +548,7 @@ class _Blocked:
 
 
 class BlockedRanks:
-    """Exchanges reports of long waits between ranks, and detects deadlocks that end if this rank stops waiting."""
+    """Exchanges reports of long waits between ranks. Detects deadlocks that this rank can resolve: it stops waiting."""
 
     def __init__(
         self, participants: ActiveReducers, rank_sets: RankSets, courier: MessageBoard, joining: JoinProtocol
@@ -574,9 +578,10 @@ class BlockedRanks:
     def must_stop_waiting(self, participant: ActiveReducer) -> bool:
         """Return whether this rank must stop waiting for the current iteration of `participant` to be reduced.
 
-        True in a deadlock, in which two conditions hold. Some rank waits for an operation or iteration that this rank
-        has not begun. And the current iteration cannot complete: a waiting rank lacks some of its gradients, or a rank
-        is in `join()`, which contributes zeros only after all training ranks have reached the iteration.
+        True in a deadlock, that is, if two conditions hold. First, some rank waits for an operation or iteration that
+        this rank has not begun. Second, the current iteration cannot complete: a waiting rank has not computed all its
+        gradients of this iteration, or a rank is in `join()` and contributes zeros only after all training ranks have
+        reached the iteration.
         """
         with self._lock:
             self._read()
@@ -586,7 +591,7 @@ class BlockedRanks:
         )
         if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in reports)):
             return False
-        # Earlier from now on, because the script probably causes the same deadlock again.
+        # Report waits earlier from now on, because the script probably causes the same deadlock again.
         self._report_anyway_s = REPORT_S
         return True
 
@@ -602,8 +607,8 @@ class BlockedRanks:
             for participant in participants
             if (waiting := participant.progress.waiting) is not None
         ]
-        # Report an eager operation only if no gradient reducer waits, because a waiting reducer may itself wait for
-        # one.
+        # Report an eager operation only if no gradient reducer waits. A reducer may itself wait for an eager operation.
+        # In this case the reducer's iteration must be reported.
         if not waits:
             waits = [
                 (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.completed))

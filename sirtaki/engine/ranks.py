@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
-    """Return whether messages other than gradients (the control plane) use MPI or TCP: the user's choice, otherwise
-    what fits the launcher.
+    """Choose MPI or TCP for the control plane, which carries all messages except gradients.
+
+    The user's choice takes precedence. Otherwise the launcher decides.
     """
     if settings.control is not None:
         return settings.control
@@ -42,9 +43,16 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
     return Backend.MPI if wants_mpi else Backend.MESH
 
 
-def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
+def open_beside(settings: Settings, group: ProcessGroup, store: Store | None = None) -> Communicator:
     """Connect the ranks of a PyTorch process group by a mesh of TCP connections. Ranks keep their order. Collective
     over the group.
+
+    Args:
+        settings: values of this process's environment variables.
+        group: the process group.
+        store: key-value store by which the ranks exchange addresses. Other ranks must not use it. None to exchange
+            addresses by an all-gather of the group. A rank that fails alone leaves the all-gather unfinished. With a
+            store, no collective of the group is left unfinished.
 
     Raises:
         CommError: a rank cannot be reached.
@@ -55,17 +63,19 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
     if size == 1:
         return alone()
 
-    def exchange(own: Membership) -> list[Membership]:
+    def gather(own: Membership) -> list[Membership]:
         by_rank = [own] * size
         dist.all_gather_object(by_rank, own, group=group)
         return by_rank
 
+    rank, deadline = dist.get_rank(group), Deadline.after(settings.start_timeout_s)
+    by_store = store and StoreExchange(store, range(size), own=rank, size=size, place=f"rank {rank}", deadline=deadline)
     return rendezvous(
-        exchange,
-        rank=dist.get_rank(group),
+        by_store or gather,
+        rank=rank,
         interface=settings.gloo_interface,
         secret=settings.secret,
-        deadline=Deadline.after(settings.start_timeout_s),
+        deadline=deadline,
         heartbeat_s=settings.heartbeat_s,
     )
 

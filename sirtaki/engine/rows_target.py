@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class RowsTarget(TunableTarget[SparsePlan]):
     """Chooses the reduction algorithm (`SparsePlan`) for one parameter's sparse gradients.
 
-    A row access is a row of the parameter that has a gradient on a rank in an iteration.
+    A row access means: a row of the parameter has a gradient on some rank in some iteration.
 
     Attributes:
         name: name of the parameter.
@@ -47,7 +47,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
         may_recall: True if an earlier job's plan may be used.
         looked_up: number of rows in this rank's gradients, summed over the counted iterations.
         counts: row accesses in the first iterations, or since accesses have changed.
-        mean: mean number of rows in a gradient, over iterations and ranks. None until ranks have exchanged their
+        mean: number of rows in a gradient, averaged over iterations and ranks. None until ranks have exchanged their
             numbers.
         summarised: True if `summary` describes the current `decision`.
         summary: summary of the newest decision, for the log and the report.
@@ -64,8 +64,8 @@ class RowsTarget(TunableTarget[SparsePlan]):
             form: number, size and dtype of the parameter's rows.
             control: control plane of the job.
             fixed: algorithm that the user has fixed. None if any algorithm may be chosen.
-            tries: algorithms may be tried. If False, the fixed algorithm or gathering (an all-gather of all rows) is
-                used.
+            tries: True if several algorithms may be tried. If False, the fixed algorithm or gathering (an all-gather of
+                all rows) is used.
         """
         self.name, self.form, self.decision = name, form, SparseDecision()
         self._control, self._fixed, self._patience = control, fixed, LEAST_WATCHED
@@ -140,8 +140,8 @@ class RowsTarget(TunableTarget[SparsePlan]):
             self._learn()
 
     def recall_plan(self, plan: SparsePlan) -> bool:
-        """Use `plan`, which an earlier job has kept whose accesses to rows were similarly uneven. Gathering (an
-        all-gather of all rows) replaces it if proved faster.
+        """Use the plan (reduction algorithm) of an earlier job with similarly skewed row accesses. Gathering (an
+        all-gather of all rows) replaces the plan if proved faster.
 
         Returns:
             True if `plan` must be compared with gathering. The caller must then call `TuningController.begin`.
@@ -226,7 +226,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
         if self.kept:
             others = ", ".join(plan.describe() for plan in plans if plan != self.plan)
             logger.info(
-                "sparse gradients of %s are reduced by the algorithm %s from now on; also measured: %s",
+                "sparse gradients of %s are reduced by the algorithm %s from now on; measured alternatives: %s",
                 self.name,
                 self.plan.describe(),
                 others,

@@ -25,6 +25,9 @@ from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 # ruff: noqa: RUF009  # disables the rule against calls as defaults, because `_set_by` returns a dataclass field
 
+TRACE = 5
+"""Log level below `logging.DEBUG`, at which each training step is logged."""
+
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
 
@@ -85,7 +88,7 @@ def _size(text: str) -> int:
 
 
 def _fusion_threshold(text: str) -> int:
-    # Replace Horovod's 0 ("do not fuse") by the smallest size of a unit (bucket), which is nearest to that.
+    # Replace Horovod's 0 ("do not fuse tensors") by the smallest unit (bucket) size, which fuses as few as possible.
     return _integer(0)(text) or SMALLEST_UNIT_BYTES
 
 
@@ -95,7 +98,7 @@ def _compressors(text: str) -> tuple[str, ...]:
 
 
 def _port(text: str) -> tuple[str, int]:
-    """Parse an address and port, such as `0.0.0.0:9400`. A port alone (`9400`) is a port of loopback."""
+    """Parse an address and port, such as `0.0.0.0:9400`. For a port alone (`9400`), the address is 127.0.0.1."""
     if ":" in text:
         return parse_address(text)
     return "127.0.0.1", _integer(1)(text)
@@ -103,7 +106,7 @@ def _port(text: str) -> tuple[str, int]:
 
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _LEVELS = {
-    "trace": logging.DEBUG,
+    "trace": TRACE,
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,
@@ -119,10 +122,10 @@ class ProfileRequest:
     Attributes:
         folder: output folder.
         iterations: number of iterations to record.
-        operators: record PyTorch's operators, too. If False, only gradients and units (buckets) are recorded, at a
-            lower cost.
-        edges: record the inputs of operators in one more iteration, for traces in the Chakra format. This iteration is
-            slow.
+        operators: True to record PyTorch's operators, too. If False, only gradients and units (buckets) are recorded,
+            at a lower cost.
+        edges: True to record the inputs of operators in one more iteration, for traces in the Chakra format. This
+            iteration is slow.
     """
 
     folder: str
@@ -224,8 +227,9 @@ class Settings:
         unused_as_none: a gradient that no rank has becomes None (as in PyTorch) instead of zeros (as in Horovod).
         overlap_forward: distributed optimizers update each parameter in the next forward pass, before it is read.
             "check" also verifies every read.
-        attach: let Sirtaki reduce the gradients of DDP models over the backend "sirtaki" after their first step. If
-            False, the backend reduces DDP's own buckets.
+        attach: whether Sirtaki attaches models without a call in the script, after their first step. auto and 1 are
+            true: DDP models over the backend "sirtaki". 0 is false: none. `sirtaki.attach` reads the variable itself;
+            with auto, it attaches DDP and FSDP2 models over any backend.
         flight_entries: capacity of PyTorch's flight recorder. If set, the recorder also has an entry for each large
             tensor over the backend "sirtaki".
         fsdp_memory: bytes of memory that FSDP with tuned settings may use above the peak of untuned FSDP.
@@ -234,7 +238,7 @@ class Settings:
         timeline_mark_cycles: mark the negotiation rounds in the trace.
         profile: folder and options for recording a few iterations after the warm-up. Rank 0's value applies to all
             ranks.
-        log_level: level of the `sirtaki` logger, as in `logging`.
+        log_level: level of the `sirtaki` logger, as in `logging`. "trace" also logs each training step.
         log_time: begin log lines with the time.
         notes: one line for each Horovod variable that is set but has no effect.
         warnings: one line for each removed variable that is set, with its replacement.
@@ -280,7 +284,7 @@ class Settings:
         False, SIRTAKI_UNUSED=(_one_of({"zeros": False, "none": True}), "zeros (as Horovod) or none (as PyTorch)")
     )
     overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
-    attach: bool = _set_by(True, SIRTAKI_ATTACH=_FLAG)
+    attach: bool = _set_by(True, SIRTAKI_ATTACH=(_one_of(_FLAGS | {"auto": True}), "auto, 1 or 0"))
     flight_entries: int = _set_by(0, TORCH_NCCL_TRACE_BUFFER_SIZE=_FROM_ZERO, TORCH_FR_BUFFER_SIZE=_FROM_ZERO)
     fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)
     check_nan: bool = _set_by(False, SIRTAKI_CHECK_NAN=_FLAG)
@@ -307,9 +311,10 @@ class Settings:
 
     @property
     def transport_timeout_s(self) -> float:
-        """Return the seconds that transports wait for a rank: longer than the watchdog, which reports missing ranks.
+        """Return the seconds that transports wait for a rank.
 
-        There is no time limit if the watchdog's limit is a function, because its value may grow.
+        The watchdog has a shorter limit, so that it reports missing ranks first. Return `NEVER_S` (no time limit) if
+        the watchdog's limit is given as a function, because the function's value may grow.
         """
         limit_s = None if callable(self.stall_shutdown_s) else self.missing_ranks_limit_s
         return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
@@ -342,7 +347,8 @@ class Variable:
     """An environment variable that sets one field of `Settings`.
 
     Attributes:
-        parse: converts the variable's text to the field's value. Raises ValueError if it is invalid.
+        parse: function that converts the variable's text to the field's value. Raises ValueError if the text is
+            invalid.
         accepts: description of valid values, for messages and documents.
     """
 
@@ -369,7 +375,7 @@ VARIABLES: tuple[Variable, ...] = tuple(
     for name, (parse, accepts) in each.metadata.get("variables", {}).items()
 )
 
-# Horovod's environment variables that have no effect in Sirtaki, and why.
+# Horovod's environment variables that have no effect in Sirtaki, with the reason or the replacement.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CYCLE_TIME": "units are launched as soon as they are ready, there is no cycle",
     "HOROVOD_CACHE_CAPACITY": "the schedule replaces the response cache",

@@ -53,36 +53,40 @@ logger = logging.getLogger(__name__)
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PAIR_BYTES = 256 * 1024
-"""Bytes that each rank sends to each peer when the exchange of sparse gradients is timed. A timed large all-reduce has
-`PAIR_BYTES` times the number of ranks.
+"""Size of the large timed collectives: bytes that each rank sends to each peer in the timed all-to-all exchange.
+
+The large timed all-reduce has `PAIR_BYTES` times the number of ranks.
 """
 
 SMALL_BYTES = 64
 OTHER_STREAMS = (8, 2, 1)
-"""Numbers of streams (parallel connections) with which collectives are timed, in this order, after the current number,
-which is always timed.
+"""Alternative numbers of streams (parallel connections), in the order in which collectives are timed with them.
+
+Collectives are first timed with the current number.
 """
 
 REPEATS = 3
 BUDGET_S = 1.0
-"""Seconds of timing collectives after which no further number of streams (parallel connections) is tried."""
+"""Time limit of `measure` in seconds. After this time, no further number of streams (parallel connections) is timed."""
 
 ADDED_ROWS, ADDED_WIDTH = 8192, 64
 CLEARLY = 0.9
-"""Fraction of the time with the current number of streams (parallel connections). Another number is used only if its
-collectives take less.
+"""Another number of streams (parallel connections) replaces the current one only if collectives take less than this
+fraction of the time with the current one.
 """
 
 
 class Times(NamedTuple):
-    """Durations of a small and of a large collective, from which its bandwidth follows."""
+    """Durations of the same collective with little and with much data, from which the bandwidth is computed."""
 
     small_s: float
     large_s: float
 
     def rate(self, n_bytes: float) -> float:
-        """Return bytes per second, without the time that a small collective takes. `n_bytes` is the size of the large
-        one.
+        """Return the bandwidth in bytes per second. The duration of the small collective, as latency, is subtracted.
+
+        Args:
+            n_bytes: size of the large collective in bytes.
         """
         return n_bytes / max(self.large_s - self.small_s, 1e-7)
 
@@ -152,8 +156,9 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
 
 
 def fastest(times: Mapping[int, Times], *, usual: int) -> int:
-    """Return the number of streams (parallel connections) with the shortest time. Return `usual` if that is not clearly
-    shorter, because single times are noisy.
+    """Return the number of streams (parallel connections) with the shortest time.
+
+    Return the current number, `usual`, unless the shortest time is clearly shorter, because single times are noisy.
     """
     best = min(times, key=lambda count: times[count].large_s)
     return usual if usual in times and times[best].large_s >= CLEARLY * times[usual].large_s else best
@@ -246,7 +251,7 @@ class SparseReductions:
             )
         )
         if kind is TransportKind.SHARED_MEMORY and not control.one_node:
-            kind = None  # any other transport, because shared memory does not connect different nodes
+            kind = None  # None = choose any transport, because shared memory does not connect different nodes
         streams = self._streams or DEFAULT_STREAMS
         lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
@@ -312,7 +317,7 @@ class SparseReductions:
         if one.counts.n < LEARNING_ITERATIONS:
             one.looked_up += given._nnz()
         rows = coalesced(given.cpu())
-        # Sets the dtype again, because that of the parameter may have changed.
+        # Update the dtype, because the dtype of the parameter may have changed.
         form = replace(one.form, dtype=rows.values.dtype)
         work = SparseWork(name, rows, form, one.plan)
         self._worker.submit(work)
@@ -323,7 +328,7 @@ class SparseReductions:
         rows if that is None.
 
         Args:
-            joined: contribute no rows instead of `.grad`, because this rank has called `join()`.
+            joined: True if this rank has called `join()`, and so contributes no rows instead of `.grad`.
         """
         if not self._complete:
             self._warn_of_lost_edits()
@@ -347,8 +352,8 @@ class SparseReductions:
             if gradient is not running.gradient or gradient._version != running.version:
                 self._warned = True
                 logger.warning(
-                    "user code changed the sparse gradient of %s before it was reduced; Sirtaki uses the reduced "
-                    "gradient, without the change; remedy: %s",
+                    "user code changed the sparse gradient of %s while Sirtaki was reducing it, and the change is "
+                    "lost; remedy: %s",
                     name,
                     REMEDY,
                 )
@@ -441,8 +446,10 @@ class SparseReductions:
         self._controller.begin(*tried, recalls=False)
 
     def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
-        """Return, by parameter name, the algorithms (plans) of earlier jobs that accessed rows similarly unevenly.
-        Collective.
+        """Return the stored algorithms (plans) for sparse gradients, by parameter name. Collective.
+
+        A parameter gets the algorithm of an earlier job's parameter if both have the same form, and if their rows are
+        accessed with similar skew (a few rows in most iterations, most rows rarely).
         """
         if not learned:
             return {}
@@ -452,8 +459,8 @@ class SparseReductions:
         def find(name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
             def accept(record: RowsRecord) -> SparsePlan:
                 plan = plan_of(record, counts)
-                what = "accesses to %s are skewed like those to %s in an earlier job, which used %s"
-                logger.info(what, name, record.name, plan.describe())
+                what = "accesses to %s are skewed like those to %s in an earlier job, which used %s (%s, registry %s)"
+                logger.info(what, name, record.name, plan.describe(), record.reference, self._memory.name)
                 return plan
 
             return self._memory.recall(RowsRecord, self._key(form), (name, skew_of(counts)), accept)
@@ -473,7 +480,7 @@ class SparseReductions:
         if not self._topology or learned is None:
             return
 
-        def keep() -> bool:
+        def keep() -> str:
             record = RowsRecord(
                 key=self._key(target.form),
                 name=target.name,
@@ -487,7 +494,7 @@ class SparseReductions:
             )
             return self._memory.keep(record)
 
-        self._memory.guard(keep, False)
+        self._memory.guard(keep, "")
 
     def _key(self, form: RowFormat) -> RowsKey:
         return RowsKey(

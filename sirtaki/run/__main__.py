@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from sirtaki.errors import ConfigError, LaunchError
+from sirtaki.machine import explained
 from sirtaki.run.elastic.driver import launch_elastic
 
 from .launch import launch
@@ -32,6 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, LaunchError) as err:
         say(str(err))
         return 2 if isinstance(err, ConfigError) else 1
+    except (OSError, RuntimeError, MemoryError) as err:
+        if (text := explained(err)) == str(err):
+            raise
+        say(f"the job could not be started: {text}")
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -1,6 +1,6 @@
 """Import Sirtaki's modules under Horovod's names: `horovod.torch` is the same module object as `sirtaki.torch`.
 
-The folder `shim` contains only an empty package named `horovod`. To use it without `sirtakirun`:
+The folder `shim` contains a small package named `horovod`, which imports this module. To use it without `sirtakirun`:
 
     PYTHONPATH=$(python -m sirtaki.run.as_horovod) python train.py
 """
@@ -17,7 +17,7 @@ from types import ModuleType
 SHIM = Path(__file__).parent / "shim"
 """Folder from which `import horovod` is imported if the folder is first on PYTHONPATH."""
 
-# Packages that exist as files in the folder `shim`, so that this module does not replace them.
+# Packages that are imported from files in the folder `shim`. This module does not map them to Sirtaki modules.
 _OWN = ("horovod.common", "horovod.runner")
 
 # Horovod's modules outside `horovod.torch`, and Sirtaki's modules that replace them.

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from sirtaki.engine.launchers import node_names, step_place, task_counts
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, require
 
 from .host_check import HostReport, Need
 
@@ -113,14 +113,9 @@ def _host(text: str, *, place: str) -> Host:
     name, colon, slots = text.partition(":")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"the host {text!r} in {place} is invalid; write name:slots, or name slots=4 in a hostfile")
-    if colon and not (slots.isdecimal() and int(slots) > 0):
-        raise ConfigError(
-            f"the number of slots of host {name} in {place} must be an integer of at least 1, found {slots!r}"
-        )
-    if colon and (len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS):
-        raise ConfigError(
-            f"the number of slots of host {name} in {place} must be at most {MOST_SLOTS}, found {slots[:40]}"
-        )
+    valid = slots.isdecimal() and len(slots) <= len(str(MOST_SLOTS)) and 1 <= int(slots) <= MOST_SLOTS
+    require(not colon or valid, f"slots of host {name} in {place}", f"an integer from 1 to {MOST_SLOTS}", repr(slots))
+
     return Host(name=name, slots=int(slots) if colon else 1)
 
 
@@ -211,8 +206,8 @@ def why_not(text: str, *, host: str, python: str) -> str:
 
 
 LIMIT_S = 30.0
-"""Seconds that a host may take to answer the check by ssh. After them, the check is skipped, and mpiexec tries to reach
-the host.
+"""Time limit in seconds for a host's answer to the check by ssh. If the host does not answer in time, the launcher
+continues without the check, and mpiexec tries to reach the host.
 """
 
 _AT_ONCE = 32

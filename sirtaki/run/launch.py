@@ -63,7 +63,8 @@ KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESH
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment, without the variables of an outer MPI job, and with the variables `added`."""
     outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
-    if "RANK" in environ:  # Remove the rendezvous address, which is in use, because this process is itself a rank.
+    # If this process is itself a rank of an outer job, remove the rendezvous address, because the outer job uses it.
+    if "RANK" in environ:
         outer.update(RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
     return {**kept, **added}
@@ -123,6 +124,8 @@ def complete_environ(
     environ.pop(BAR, None)
     if is_terminal(sys.stderr):
         environ[BAR] = "1"
+    if not is_terminal(sys.stdout):  # Open MPI may still give ranks a pseudo-terminal, which programs would colour
+        environ["TERM"] = "dumb"
     if options.interfaces:
         environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
 
@@ -161,7 +164,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
     Args:
         command: command line of the user, without the launcher and its options.
         as_horovod: True if `import horovod` must import Sirtaki.
-        check_files: check that program and script exist on this machine, because all ranks run here.
+        check_files: True to check that program and script exist on this machine, because all ranks run here.
 
     Raises:
         ConfigError: the command is empty, or its program or script does not exist.
@@ -354,7 +357,7 @@ def _host_list(hosts: Sequence[Host]) -> str:
 # ── launch from parsed options ────────────────────────────────────────────────────────────────────────────────────────
 
 START_TIMEOUT_S = 60.0
-"""Default time limit in seconds for the start of all ranks. One second is added per rank and core of a host."""
+"""Default time limit in seconds for the start of all ranks. The number of ranks per core is added to it."""
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -436,7 +439,7 @@ def _checked(
         LaunchError: ranks cannot start on another host.
     """
     if problem := interface_problem(job.interfaces):
-        raise ConfigError(f"the option --network-interfaces {options.interfaces} is invalid: on this host, {problem}")
+        raise ConfigError(f"--network-interfaces {options.interfaces} cannot be used on this host: {problem}")
     others = [host for host in job.hosts if not host.is_local]
     listed = options.hosts or options.hostfile
     if not (others and listed and is_by_ssh(environ, options.mpi_args)):

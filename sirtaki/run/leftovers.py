@@ -4,9 +4,9 @@
 agent, is killed. mpiexec cannot do this: when its launcher dies, mpiexec may die from the closed output before it has
 cleaned up, and may kill its ranks before they have cleaned up.
 
-The starter writes to the janitor's standard input, one line each: the process id of each started rank on this host, the
-id with a minus sign when the rank has ended, and "done" when the starter has cleaned up itself. Meanwhile the janitor
-records the shared memory files of the ranks, because all ranks may be dead when it detects the end of the starter.
+The starter writes lines to the janitor's standard input. `1234` means that a rank with this process id was started on
+this host, `-1234` that this rank has ended, and `done` that the starter itself has cleaned up. Meanwhile the janitor
+records the shared memory files of running ranks, because it can no longer find the files of ranks that have died.
 """
 
 import contextlib
@@ -104,8 +104,8 @@ def kill(pids: Iterable[int]) -> None:
 
 
 END_S = 8.0
-"""Seconds that mpiexec and its ranks may take to end after the launcher has died. After them, the janitor (a process
-that cleans up after a killed launcher) kills them.
+"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Processes that still run then are
+killed by the janitor (a process that cleans up after a killed launcher).
 """
 
 

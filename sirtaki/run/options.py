@@ -112,34 +112,42 @@ class RankSetting(NamedTuple):
         variable: variable to set, or a variable of Horovod that has no effect.
         help: one line for `--help`. argparse.SUPPRESS if the option has no effect.
         constant: value of the variable if the option takes no argument. None if the option takes an argument.
+        metavar: placeholder of the argument in `--help`.
     """
 
     flag: str
     variable: str
     help: str = argparse.SUPPRESS
     constant: str | None = None
+    metavar: str = "VALUE"
 
 
 RANK_SETTINGS = (
     RankSetting("--autotune", "SIRTAKI_TUNE", "tune (the default)", "1"),
     RankSetting("--no-autotune", "SIRTAKI_TUNE", "do not tune", "0"),
-    RankSetting("--autotune-log-file", "SIRTAKI_TRIAL_LOG", "a line for each trial"),
-    RankSetting("--fusion-threshold-mb", "SIRTAKI_UNIT_BYTES", "fixes the unit size"),
-    RankSetting("--num-nccl-streams", "SIRTAKI_STREAMS", "fixes the number of streams"),
+    RankSetting("--attach", "SIRTAKI_ATTACH", "attach the DDP and FSDP2 models of an unmodified script", "auto"),
+    RankSetting("--no-attach", "SIRTAKI_ATTACH", 'attach no model, also over the backend "sirtaki"', "0"),
+    RankSetting("--autotune-log-file", "SIRTAKI_TRIAL_LOG", "a line for each trial", metavar="FILE"),
+    RankSetting("--fusion-threshold-mb", "SIRTAKI_UNIT_BYTES", "fixes the unit size", metavar="MB"),
+    RankSetting("--num-nccl-streams", "SIRTAKI_STREAMS", "fixes the number of streams", metavar="N"),
     RankSetting("--hierarchical-allreduce", "SIRTAKI_ALGORITHM", "inside a node first", "hierarchical"),
     RankSetting("--no-hierarchical-allreduce", "SIRTAKI_ALGORITHM", "all ranks alike", "flat"),
-    RankSetting("--timeline-filename", "HOROVOD_TIMELINE", "Chrome trace of all ranks"),
+    RankSetting("--timeline-filename", "HOROVOD_TIMELINE", "Chrome trace of all ranks", metavar="FILE"),
     RankSetting("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "mark negotiation rounds in it", "1"),
     RankSetting("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "do not watch for ranks that do not come", "1"),
     RankSetting(
-        "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "until missing ranks are named (60)"
+        "--stall-check-warning-time-seconds",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "until missing ranks are named (60)",
+        metavar="S",
     ),
     RankSetting(
         "--stall-check-shutdown-time-seconds",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         "until they are an error (600; 0 = never)",
+        metavar="S",
     ),
-    RankSetting("--log-level", "SIRTAKI_LOG_LEVEL", "trace, debug, info, warning, error, fatal"),
+    RankSetting("--log-level", "SIRTAKI_LOG_LEVEL", "trace, debug, info, warning, error, fatal", metavar="LEVEL"),
     RankSetting("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", "log lines without the time", "1"),
     RankSetting("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
     RankSetting("--cache-capacity", "HOROVOD_CACHE_CAPACITY"),
@@ -168,7 +176,7 @@ def _value(setting: RankSetting, given: str) -> str:
         return given
     if (size := float(given)) < 0:
         raise ValueError(given)
-    # Replace 0, which disables fusion in Horovod, by the smallest size of a unit (bucket), which is closest to this.
+    # Replace 0, which disables fusion in Horovod, by the smallest unit (bucket) size, which fuses as few as possible.
     return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)
 
 
@@ -233,11 +241,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("-v", "--version", action="version", version=f"sirtakirun {sirtaki.__version__}")
     add("-cb", "--check-build", action="store_true", help="print what is available here (as `sirtaki doctor`) and exit")
     add("-np", "--num-proc", dest="ranks", type=_positive, metavar="N", help="number of ranks")
-    add("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots")
-    add("-hostfile", "--hostfile", metavar="FILE", help="one host per line: name slots=4")
-    add("-x", action="append", default=[], dest="exported", metavar="VAR[=VALUE]", help="variable for all ranks")
     add("--as-horovod", action="store_true", help="`import horovod` imports Sirtaki in the ranks")
-    add("--verbose", action="store_true", help="print hosts, MPI library and command")
+    add("-x", action="append", default=[], dest="exported", metavar="VAR[=VALUE]", help="variable for all ranks")
     add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line has priority")
     add(
         "--start-timeout",
@@ -245,6 +250,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds without progress after which the start fails (60, more with many ranks per core)",
     )
+    add = parser.add_argument_group("hosts and network").add_argument
+    add("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots")
+    add("-hostfile", "--hostfile", metavar="FILE", help="one host per line: name slots=4")
     add(
         "--network-interfaces",
         "--network-interface",
@@ -258,6 +266,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     add("--mpi-args", default="", metavar="ARGS", help="further arguments for mpiexec, as one quoted word")
     add("--binding-args", default="", metavar="ARGS", help="mpiexec arguments that place and bind ranks")
+    add = parser.add_argument_group("output").add_argument
     add("--output-filename", metavar="FOLDER", help="also write FOLDER/rank.N/stdout and stderr")
     add(
         "-prefix-timestamp",
@@ -267,6 +276,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="output lines begin with the time",
     )
     add("--no-prefix", dest="prefix", action="store_false", help="output lines do not begin with the rank")
+    add("--verbose", action="store_true", help="print hosts, MPI library and command")
+    add = parser.add_argument
     add("--disable-cache", action="store_true", help=argparse.SUPPRESS)
     add("--mpi", action="store_true", help=argparse.SUPPRESS)
     add("--jsrun", action="store_true", help=argparse.SUPPRESS)
@@ -274,7 +285,7 @@ def build_parser() -> argparse.ArgumentParser:
     for setting in RANK_SETTINGS:
         settings.add_argument(
             setting.flag, action=_SetForRanks, setting=setting, dest=argparse.SUPPRESS, help=setting.help,
-            metavar="VALUE",
+            metavar=setting.metavar,
         )  # fmt: skip
     _add_elastic(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

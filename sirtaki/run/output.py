@@ -184,8 +184,9 @@ class NoticeFilter:
         return b""
 
     def rest(self) -> bytes:
-        """Return the lines of an incomplete error box at the end of the output, unless the launcher prints the same
-        fact.
+        """Return the lines of an error box of mpiexec that the output's end has cut off.
+
+        Return nothing if the launcher itself reports what the box says.
         """
         box, self._box = b"".join(self._box), []
         return b"" if self._understood(" ".join(box.decode(errors="replace").split())) else box
@@ -289,7 +290,7 @@ class RankOutput:
         self._shown: dict[bytes, int] = {}  # for each error text, the first rank that printed it
         self._lock = threading.Lock()
         self._open: int | None = None  # rank whose text was last written to the console
-        self._returned = False  # whether the last line ended with a carriage return
+        self._returned = False  # True if the last line ended with a carriage return
 
     def pump(self, lines: Iterable[bytes]) -> None:
         """Process all lines of the ranks' standard output or standard error as they arrive. Each of the two may have
@@ -410,7 +411,7 @@ class RankOutput:
     def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
         place = folder / self.options.place(rank)
         place.mkdir(parents=True, exist_ok=True)
-        # Whether the rank that this rank replaces has written to the same file, which is then continued.
+        # In an elastic job, this rank may replace an earlier rank that has written to the same file. Then append to it.
         kept = place in self._places
         self._places.add(place)
         file = self._files[rank] = (place / self.name).open("ab" if kept else "wb", buffering=0)

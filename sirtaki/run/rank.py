@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from sirtaki import attach
 from sirtaki.engine import console
 from sirtaki.engine.launchers import AGENT, BAR, HOROVOD_NAMES, TORCH_NAMES, place
-from sirtaki.errors import PeerLostError, StallError
+from sirtaki.errors import ConfigError, PeerLostError, StallError
+from sirtaki.machine import explained
 from sirtaki.run.launch import unescape
 
 from .as_horovod import SHIM
@@ -58,13 +60,18 @@ def main() -> None:
         os.execvp(command[0], command)
     _send(RankEvent.STARTED)
     pid = os.getpid()
-    threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
+    try:
+        threading.Thread(target=_end_with_parent, args=[os.getppid()], name="orphan-watch", daemon=True).start()
+    except (RuntimeError, MemoryError) as err:
+        _end(1, reason=explained(err))
     mark_unfinished_lines()
     if BAR in os.environ:
         console.to_launcher = lambda text: _send(RankEvent.PROGRESS, reason=text)
     answer_termination(lambda what: _send(RankEvent.TERMINATED, reason=what))
     if options.as_horovod:
         _import_shim()
+    if attach.is_wanted():
+        attach.install_with_torch()
     try:
         run_python(command)
     except BaseException as err:
@@ -83,7 +90,7 @@ def _fail(err: BaseException) -> None:
                 return
             reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
-                sys.exit(code)  # because hooks of libraries around `sys.exit` record the exit code
+                sys.exit(code)  # because some libraries replace `sys.exit` by a function that records the exit code
             _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")
@@ -94,9 +101,13 @@ def _fail(err: BaseException) -> None:
                 trace = trace.tb_next
             by_another = isinstance(err, PeerLostError | StallError)
             _send(RankEvent.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
-            sys.last_value = err  # sets it as the interpreter does, because mpi4py reads `sys.last_value`
+            if isinstance(err, ConfigError) and trace is not None:
+                # Name the line of the script instead of a traceback, because the message says what to change.
+                err.add_note(f"raised by line {trace.tb_lineno} of {trace.tb_frame.f_code.co_filename}")
+                err.__cause__ = trace = None
+            sys.last_value = err  # as set by the interpreter after an uncaught exception, because mpi4py reads it
             sys.excepthook(type(err), err.with_traceback(trace), trace)
-            _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0] + _hint(err))
+            _end(1, reason=f"{type(err).__name__}: {explained(err)}".splitlines()[0] + _hint(err))
 
 
 def _hint(err: BaseException) -> str:
@@ -177,7 +188,8 @@ def _leave(exit_code: int) -> NoReturn:
     """Run the exit handlers, then end this process without MPI_Finalize."""
     give_up = threading.Timer(EXIT_GRACE_S, os._exit, args=[exit_code])
     give_up.daemon = True
-    give_up.start()
+    with contextlib.suppress(RuntimeError, MemoryError):  # no more threads can be started
+        give_up.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # any error, because the script may have replaced the stream
@@ -194,7 +206,8 @@ def _end_with_parent(parent: int) -> None:
     if os.getpgrp() == os.getpid():  # only if the rank leads its process group, as under mpiexec
         remove_segments(mapped_segments("self"))
         remove_session_folder(parent)
-        # kills this process and its children at once, because the other ranks for which they wait end, too
+        # Kill this process and its children immediately. They need not complete a wait for other ranks, because all
+        # ranks of the job end.
         os.killpg(0, signal.SIGKILL)
 
 

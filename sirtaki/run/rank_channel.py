@@ -38,7 +38,8 @@ class RankEvent(Enum):
     STARTED = "started"
     HANDED_OVER = "handed_over"  # A program that is not Python replaced the process, so only mpiexec sees its end.
     FINISHED = "finished"
-    # The rank prints its error until its message `FAILED`. `reason` is set if another rank caused the error.
+    # The lines that follow, up to the message `FAILED`, are the rank's error. `reason` is set if another rank caused
+    # the error.
     RAISES = "raises"
     FAILED = "failed"
     PROGRESS = "progress"  # `reason` is the text of the progress bar for the launcher; "" = no bar.
@@ -142,7 +143,8 @@ def end_with_parent(number: signal.Signals) -> Callable[[], None]:
     """Return a function that a child process calls after the fork, so that the kernel sends the child signal `number`
     when the parent dies. Linux only.
     """
-    libc = ctypes.CDLL(None)  # loads libc before the fork, because no lock may be taken after the fork
+    # Load libc before the fork, because loading takes a lock, which may deadlock after the fork.
+    libc = ctypes.CDLL(None)
     pr_set_pdeathsig = 1
 
     def set_signal() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from sirtaki.errors import LaunchError
-from sirtaki.machine import is_alive, is_stopped
+from sirtaki.machine import explained, is_alive, is_stopped, thread_limits
 
 from .leftovers import (
     Janitor,
@@ -117,7 +117,7 @@ class Supervisor:
                 )
             except OSError as err:
                 raise LaunchError(
-                    f"the command {command[0]}, which starts the ranks, could not be started: {err}"
+                    f"the command {command[0]}, which starts the ranks, could not be started: {explained(err)}"
                 ) from err
             self._janitor = Janitor(mpiexec.pid)
             pumps = self._start_pumps(mpiexec)
@@ -142,7 +142,7 @@ class Supervisor:
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
         for name, stream in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-            assert stream is not None  # holds, because stdout and stderr are pipes
+            assert stream is not None  # never None, because stdout and stderr are pipes
             self._open_streams += 1
             output = RankOutput(
                 name,
@@ -169,7 +169,7 @@ class Supervisor:
         with self._lock:
             if message.event in (RankEvent.STARTED, RankEvent.HANDED_OVER):
                 self._started[message.rank] = message
-            # Not RAISES, which is not the rank's end, because the message FAILED follows.
+            # After RAISES, the rank has not ended yet. It sends FAILED later.
             if message.event not in (RankEvent.STARTED, RankEvent.RAISES):
                 self._ended.add(message.rank)
             if message.event is RankEvent.TERMINATED:
@@ -225,7 +225,9 @@ class Supervisor:
                 f"{hosts} cannot be used: mpiexec could not start there. Try `ssh {self._unreached[0]} true`: it must "
                 "work without a password, and the same Python environment must exist at the same path"
             )
-        return f"no rank has started: mpiexec ended with exit code {_exit_code(returncode)}"
+        limits = thread_limits()
+        hint = f"; if it lacks processes or threads, raise the limit: {limits}" if "pids.max" in limits else ""
+        return f"no rank has started: mpiexec ended with exit code {_exit_code(returncode)}{hint}"
 
     def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """Wait until mpiexec has ended, or until a failure, a signal or a time limit requires to end it."""

@@ -17,6 +17,7 @@ import torch
 
 from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
 from sirtaki.comm.collectives.operations import ADASUM, CollectiveKind, Signature
+from sirtaki.comm.device import refuse_capture
 from sirtaki.engine import job
 from sirtaki.errors import CommError
 
@@ -141,7 +142,17 @@ class Call:
                 type).
         """
         signature = Signature.of(tensors, name=self.name, kind=self.kind, once=self.once, **rest)
-        return Started(self.engine, self.engine.submit(signature, tensors, wake=self.wake), deliver)
+        return Started(self.engine, self.submit(signature, tensors), deliver)
+
+    def submit(self, signature: Signature, tensors: Tensors) -> EagerWork:
+        """Submit this rank's tensors to the engine, which runs the operation.
+
+        Raises:
+            ConfigError: a CUDA graph captures the current stream.
+        """
+        if signature.device != "cpu":
+            refuse_capture(f"the operation {self.name}")
+        return self.engine.submit(signature, tensors, wake=self.wake, may_defer=True)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise `error`. First notify the other ranks, so that they raise an exception, too, instead of waiting."""
@@ -171,16 +182,16 @@ def forget_all() -> None:
 
 
 def poll(handle: int) -> bool:
-    """Return whether the operation has ended, so that `synchronize(handle)` would not block.
+    """Return whether the operation has ended, on the GPU, too, so that `synchronize(handle)` would not block.
 
     If an in-place operation has ended, this call has overwritten the operation's tensors.
     """
     started = _under_way.get(handle)
     if started is None:
         return True
-    if not started.work.is_done():
+    if not started.engine.poll(started.work):
         return False
-    with suppress(CommError):  # `synchronize` raises the error later
+    with suppress(CommError):  # ignored here, because `synchronize` raises the error
         result = started.result()
         _under_way[handle] = started._replace(deliver=lambda _: result)
     return True
@@ -265,7 +276,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiable(
     tensors: Tensors, run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
 ) -> list[torch.Tensor]:
-    """Call `run` with the tensors and return its results, through which autograd can compute gradients.
+    """Call `run` with the tensors, and return the results. In the backward pass, autograd calls `gradient`.
 
     Args:
         tensors: input tensors.
@@ -355,13 +366,13 @@ def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Delive
     how = Scaling(how.op, float(how.prescale), float(how.postscale))
     key = known = None
     if len(tensors) == 1 and type(tensor := tensors[0]) is torch.Tensor:
-        # Reuse the description of an earlier valid reduction with equal properties, to skip the checks. The key
-        # contains no generated name, because each unnamed operation gets a new one.
+        # If a reduction with equal properties was valid before, skip the checks and reuse its description. The key
+        # contains the name only if the user has chosen it, because generated names differ between operations.
         key = call.kind, None if call.once else call.name, how, tensor.shape, tensor.dtype, tensor.layout, tensor.device
         known = call.engine.known.get(key)
         if known is not None:
             signature = known.renamed(call.name) if call.once else known
-            return Started(call.engine, call.engine.submit(signature, tensors, wake=call.wake), deliver)
+            return Started(call.engine, call.submit(signature, tensors), deliver)
     call.require_strided(tensors)
     if call.kind is CollectiveKind.REDUCESCATTER:
         if how.op == Adasum:
@@ -650,7 +661,9 @@ def _start_all_gather(call: Call, tensors: Tensors, deliver: Deliver) -> Started
 def _gathered(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, grouped: bool = False
 ) -> list[torch.Tensor]:
-    """Concatenate the tensors of all ranks along dimension 0, for each tensor of a list. Collective. Differentiable.
+    """All-gather each tensor of a list: concatenate the tensors of all ranks along dimension 0. Collective.
+
+    Differentiable.
 
     The backward pass averages the gradients of all ranks, and returns the rows that belong to this rank's tensor.
     """
@@ -697,7 +710,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Concatenate the tensors of all ranks, for each of several tensors, in one operation. Collective.
+    """All-gather several tensors in one operation. Each result concatenates the tensors of all ranks. Collective.
 
     The arguments are those of `allgather`.
     """
@@ -805,7 +818,7 @@ def alltoall(
     def gradient(grads: Tensors) -> Tensors:
         """Send the gradient of the received rows back to the ranks that sent the rows."""
         back, _ = alltoall(grads[0], splits=received_splits.cpu(), process_set=process_set)
-        if back.shape[0] < rows:  # the last rows were not sent, so their gradient is zero
+        if back.shape[0] < rows:  # rows beyond the sum of `splits` were not sent: their gradient is zero
             back = torch.cat([back, back.new_zeros(rows - back.shape[0], *back.shape[1:])])
         return [back]
 
@@ -946,10 +959,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Report that this rank has no more data.
 
-    Until all ranks have called this, contribute zeros to their all-reduces.
+    Until all ranks have called `join`, this rank contributes zeros to the all-reduces of the other ranks.
 
-    Collective. While a rank waits here, collectives other than all-reduces raise an error. When this returns, all ranks
-    can continue to train.
+    Collective. While a rank waits in `join`, collectives other than all-reduces raise an error. When `join` returns,
+    all ranks can continue to train.
 
     Args:
         device: ignored, for compatibility with Horovod.

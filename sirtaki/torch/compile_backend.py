@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from sirtaki.engine import job
-from sirtaki.errors import ConfigError
+from sirtaki.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,7 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
         ValueError: `part_bytes` is not positive.
         ConfigError: this Python or PyTorch cannot compile models.
     """
-    if part_bytes is not None and part_bytes <= 0:
-        raise ValueError(f"part_bytes= of early_gradients() must be positive, not {part_bytes}")
+    require(part_bytes is None or part_bytes > 0, "part_bytes of early_gradients()", "a positive number", part_bytes)
     try:
         import_module("torch._dynamo.backends.distributed")
     except (ImportError, RuntimeError) as err:

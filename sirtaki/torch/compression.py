@@ -83,7 +83,7 @@ class LossyCompressor(Compressor):
     """
 
     def __init__(self, scheme: Scheme) -> None:
-        """Store the scheme, the algorithm that compresses gradients and sums them over ranks."""
+        """Store `scheme`, the algorithm that compresses gradients and sums them over ranks."""
         self.scheme = scheme
 
     @staticmethod
@@ -116,8 +116,8 @@ def reduction_options(compression: Choice) -> dict[str, Any]:
     if isinstance(compression, type) and issubclass(compression, NoneCompressor):
         return {}
     if isinstance(compression, type) and issubclass(compression, _CastCompressor):
-        # Set the dtype to send for all floating-point dtypes, so that two optimizers with equal compression agree about
-        # a parameter that belongs to both.
+        # Set the dtype to send for every floating-point dtype, also for those that no parameter of the optimizer has.
+        # Then two optimizers with equal compression have equal options, as a parameter that belongs to both requires.
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         return {"wire_dtype": tuple((dtype, compression.wire) for dtype in floats)}
     if isinstance(compression, Codec) and not isinstance(compression, type):
@@ -132,8 +132,8 @@ class Compression:
     """Compressors to choose from for the argument `compression=`.
 
     `int8`, `fp8`, `topk` and `powersgd` are lossy, with error feedback: the compression error of a step is added to the
-    next gradient. They are for `DistributedOptimizer` and `ddp.attach`, and compress communication between hosts.
-    Between ranks that share memory, and on GPUs, gradients are sent uncompressed. `fsdp.attach` accepts all but `topk`
+    next gradient. They are for `DistributedOptimizer` and `ddp.attach`, and compress communication between hosts, and
+    over NCCL. Between ranks that share memory, gradients are sent uncompressed. `fsdp.attach` accepts all but `topk`
     and `powersgd`, and uses no error feedback.
     """
 
@@ -150,7 +150,7 @@ class Compression:
 
     @staticmethod
     def powersgd(rank: int = 4) -> LossyCompressor:
-        """Approximate each gradient matrix by the product of two matrices of rank `rank`, and send these.
+        """Approximate each gradient matrix by two factors of the (matrix) rank `rank`, and send the factors.
 
         Vectors and small matrices are sent uncompressed.
         """

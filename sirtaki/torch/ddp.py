@@ -20,27 +20,31 @@ The hook distinguishes the two by an AccumulateGrad node of the graph: only `bac
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Reducer, Store
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from sirtaki.autotune.trial import Arm
+from sirtaki.autotune.arms.techniques import ArmChoice
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.modes import outside_modes
 from sirtaki.engine import job
 from sirtaki.engine.autograd import accumulates
+from sirtaki.engine.ranks import settings_beside
 from sirtaki.engine.reducing import distributed_autograd
 from sirtaki.engine.reducing.checks import Named
 from sirtaki.engine.reducing.gradient_hooks import GradientHooks, ReducerOptions
@@ -54,7 +58,9 @@ from .ddp_logging import AttachedLogger, PassLog
 logger = logging.getLogger(__name__)
 
 
-def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: Choice = Compression.none) -> None:
+def attach(
+    model: nn.Module, *, arms: Sequence[ArmChoice] | None = None, compression: Choice = Compression.none
+) -> None:
     """Let Sirtaki average the gradients of a DDP model from now on. Collective, before the first backward pass.
 
     This works with every launcher and with every backend of the model's process group, because Sirtaki sends gradients
@@ -64,8 +70,9 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
     Args:
         model: a DistributedDataParallel model, or a module to which `torch.distributed._composable.replicate` was
             applied. Its process group must contain all ranks, and its parameters must be on one device.
-        arms: search methods (arms) of the tuner, which searches for the fastest setting of the communication. None for
-            the default ones.
+        arms: search methods (arms) of the tuner, which searches for the fastest setting of the communication. Each is
+            an arm, the name of one, or a function of (`sirtaki.autotune.KnobSpace`, NumPy random generator) that
+            creates one. Only these are used. None for the default ones.
         compression: compression of gradients during communication, one of `hvd.Compression` or a codec.
 
     Raises:
@@ -79,34 +86,152 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
         raise ConfigError(
             f"ddp.attach() requires a DistributedDataParallel model, not a {type(model).__name__}; wrap the model first"
         )
+    require_attachable(model)
+    gradients = connect(model, arms=arms, compression=compression)
+    if gradients is not None:
+        install(model, gradients)
+
+
+def detach(model: nn.Module) -> bool:
+    """Let DDP reduce the gradients of a model again. Call it on all ranks, between two training steps.
+
+    Accumulated gradients in `.grad` stay. A later `attach()` is possible.
+
+    Args:
+        model: a DistributedDataParallel model, or a module to which `torch.distributed._composable.replicate` was
+            applied.
+
+    Returns:
+        False if the model is not attached, so that DDP itself reduces the gradients already. In either case, only an
+        explicit call of `attach` attaches the model from now on.
+    """
+    model = _behind_composable(model)
+    if isinstance(model, DistributedDataParallel):
+        kept_by_ddp.add(model)
+    idle = getattr(model, "reducer", None)  # None for a module that is no DDP model
+    if not isinstance(idle, IdleReducer):
+        return False
+    idle.detach()
+    return True
+
+
+kept_by_ddp: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""DDP models for which `detach` was called, so that they are not attached without a call of `attach`."""
+
+
+def is_attached(model: DistributedDataParallel) -> bool:
+    """Return whether Sirtaki reduces the gradients of a DDP model."""
+    return isinstance(model.reducer, IdleReducer)
+
+
+def require_attachable(model: DistributedDataParallel) -> None:
+    """Check everything about a DDP model that may prevent attaching it, and that this rank can find out alone.
+
+    Raises:
+        ConfigError: the model cannot be attached, see `attach`.
+    """
     _require_reducer_alone(model)
-    if (current := job_over(model.process_group)) is None:
-        return
+    require_all_ranks(model.process_group)
+    if job.is_initialized():
+        _require_fixed_ranks(job.current())
+    else:
+        settings_beside(model.process_group)
+
+
+def connect(
+    model: DistributedDataParallel,
+    *,
+    arms: Sequence[ArmChoice] | None = None,
+    compression: Choice = Compression.none,
+    wanted: Collection[int] | None = None,
+    store: Store | None = None,
+) -> DdpGradients | None:
+    """Create the object that reduces the gradients of a DDP model. Initialise Sirtaki if necessary. Collective.
+
+    The object does nothing before `install`. Its `close` undoes this function.
+
+    Args:
+        model: the DDP model, which `require_attachable` accepts.
+        arms: see `attach`.
+        compression: see `attach`.
+        wanted: ids of the parameters that required gradients when DDP wrapped the model. DDP reduces exactly these
+            gradients. None if no parameter was frozen or unfrozen since.
+        store: key-value store by which the ranks exchange addresses. None to use the model's process group.
+
+    Returns:
+        The object, or None if there is only one rank.
+
+    Raises:
+        ConfigError: the model cannot be attached.
+        CommError: the ranks cannot connect.
+        MismatchError: the models of ranks differ. Raised on all ranks.
+    """
+    if (current := job_over(model.process_group, store)) is None:
+        return None
     ignored = set(getattr(model, "parameters_to_ignore", ()))
-    named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
     reduction = Reduction(postscale=1.0 / current.size, **reduction_options(compression))
     options = ReducerOptions(reduction=reduction, unused_as_none=True, arms=arms)
-    install(model, DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options))
+    with _requiring_gradients(model.module, wanted):
+        named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored]
+        return DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
+
+
+@contextmanager
+def _requiring_gradients(module: nn.Module, wanted: Collection[int] | None) -> Iterator[None]:
+    """Let exactly the parameters with the ids `wanted` require gradients while the `with` block runs.
+
+    None changes nothing.
+    """
+    frozen = [(param, param.requires_grad) for param in module.parameters()]
+    try:
+        if wanted is not None:
+            for param, _ in frozen:
+                param.requires_grad_(id(param) in wanted)
+        yield
+    finally:
+        for param, requires_grad in frozen:
+            param.requires_grad_(requires_grad)
 
 
 def install(model: DistributedDataParallel, gradients: DdpGradients) -> None:
     """Replace the reducer of a DDP model, so that `gradients` reduces the model's gradients. Not collective."""
+    _detach_before_hooks()
     if model.static_graph:
         gradients.count_gradients()
-    idle = IdleReducer(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
-    model.find_unused_parameters = False  # Sirtaki itself finds unused parameters at the end of the backward pass
-    model.reducer = idle  # type: ignore[assignment]
-    model.logger = AttachedLogger(model.logger, gradients.log)
-    # Wrap `_post_forward` of a DDP model that `replicate()` has made over a ParameterList: PyTorch calls this method,
-    # but never the forward hooks of such a model.
-    if isinstance(model.module, nn.ParameterList):
-        model._post_forward = _Watched(model._post_forward, idle)  # type: ignore[method-assign]
-    else:
-        model.register_forward_hook(OutputHook(idle))
+    IdleReducer(model, gradients).install(model)
 
 
-def job_over(group: dist.ProcessGroup) -> job.Job | None:
+@functools.cache
+def _detach_before_hooks() -> None:
+    """Let DDP's methods that register a communication hook detach the model first. Called once."""
+    for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+        setattr(DistributedDataParallel, name, _after_detach(getattr(DistributedDataParallel, name)))
+
+
+def _after_detach(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of DDP, so that an attached model is detached before the method runs."""
+
+    @functools.wraps(method)
+    def call(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # Any: passed on to PyTorch
+        if hasattr(self, "reducer") and is_attached(self):  # DDP's constructor may call this without a reducer
+            detach(self)
+            if dist.get_rank() == 0:
+                logger.info(
+                    "the script registers a communication hook on the model %s, so from now on DDP reduces its "
+                    "gradients",
+                    type(self.module).__name__,
+                )
+        method(self, *args, **kwargs)
+
+    return call
+
+
+def job_over(group: dist.ProcessGroup, store: Store | None = None) -> job.Job | None:
     """Return the job that connects the ranks of a process group. Initialise Sirtaki if necessary. Collective.
+
+    Args:
+        group: the process group, which `require_all_ranks` accepts.
+        store: key-value store by which the ranks exchange addresses. None to use the process group.
 
     Returns:
         The job, or None if there is only one rank.
@@ -114,19 +239,11 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
     Raises:
         ConfigError: the group lacks ranks, or Sirtaki was initialised with other ranks or for an elastic job.
     """
-    if dist.get_world_size(group) != dist.get_world_size():
-        raise ConfigError(
-            f"attach() requires a model whose process group contains all {dist.get_world_size()} ranks, but the "
-            f"process group of this model contains {dist.get_world_size(group)}"
-        )
     if not job.is_initialized():
-        job.init(beside=group)
+        job.init(beside=group, store=store)
         record_if_wanted()
     current = job.current()
-    if current.elastic is not None:
-        raise ConfigError(
-            "attach() requires a fixed set of ranks, like DDP, but this job is elastic; use hvd.DistributedOptimizer"
-        )
+    _require_fixed_ranks(current)
     here, there = (current.rank, current.size), (dist.get_rank(group), dist.get_world_size(group))
     if here != there:
         raise ConfigError(
@@ -137,6 +254,22 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
         logger.info("%s", without_others(current.settings))
         return None
     return current
+
+
+def require_all_ranks(group: dist.ProcessGroup) -> None:
+    """Raise ConfigError if a process group lacks ranks."""
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise ConfigError(
+            f"attach() requires a model whose process group contains all {dist.get_world_size()} ranks, but the "
+            f"process group of this model contains {dist.get_world_size(group)}"
+        )
+
+
+def _require_fixed_ranks(current: job.Job) -> None:
+    if current.elastic is not None:
+        raise ConfigError(
+            "attach() requires a fixed set of ranks, like DDP, but this job is elastic; use hvd.DistributedOptimizer"
+        )
 
 
 @outside_modes
@@ -170,10 +303,12 @@ class _Watched:
 
 def _require_reducer_alone(model: DistributedDataParallel) -> None:
     """Reject a DDP model whose gradients are reduced by anything else than DDP's default reducer."""
-    if isinstance(model.reducer, IdleReducer):
+    if is_attached(model):
         raise ConfigError(
             'this model has been attached already, by ddp.attach() or by the process group "sirtaki"; remove this call'
         )
+    if model.mixed_precision is not None:  # checked first, because it adds a communication hook
+        raise ConfigError("ddp.attach() cannot be used with DDP(mixed_precision=...); use torch.autocast instead")
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` does not list hooks written in C++
         raise ConfigError(
@@ -187,8 +322,6 @@ def _require_reducer_alone(model: DistributedDataParallel) -> None:
         raise ConfigError(
             "ddp.attach() cannot be used with DDP(delay_all_reduce_named_params=...); remove this argument"
         )
-    if model.mixed_precision is not None:
-        raise ConfigError("ddp.attach() cannot be used with DDP(mixed_precision=...); use torch.autocast instead")
 
 
 TOO_OFTEN = (
@@ -300,7 +433,7 @@ class DdpGradients(GradientHooks):
         for number, (_, param) in enumerate(self.hooked):
             node = get_gradient_edge(param).node
             handle = node.register_hook(partial(_refuse_unnoticed, this, number))
-            self._hooks.callback(_remove, handle, node)  # `node` is an argument to keep it alive
+            self._hooks.callback(_remove, handle, node)  # the argument `node` keeps the node alive
 
     def require_noticed(self, number: int) -> None:
         """Check that the hook that reduces a parameter's gradient was called.
@@ -329,11 +462,12 @@ class DdpGradients(GradientHooks):
 
         A due pass is one whose gradients must be reduced.
 
-        The first gradient of a parameter does not show the beginning: It may be computed in a nested backward pass
-        (reentrant checkpoints), which ends before the due pass ends. On some ranks, the pass may compute no gradient.
+        The first gradient of a parameter does not show where the pass begins. This gradient may be computed in a nested
+        backward pass (reentrant checkpoints), which ends before the due pass ends. On some ranks, the pass may compute
+        no gradient at all.
 
-        If the autograd graph of a due pass has been freed, and a forward pass within `no_sync()` follows, the pass is
-        no longer expected.
+        A due pass whose autograd graph has been freed can no longer run. If a forward pass within `no_sync()` follows
+        then, stop expecting the due pass.
         """
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not self._due or not outputs:
@@ -489,36 +623,107 @@ class IdleReducer:
     It reduces nothing: `DdpGradients` does.
 
     This class defines the methods by which DDP's Python code launches reductions (torch/nn/parallel/distributed.py).
-    All other calls are forwarded to DDP's own reducer.
+
+    `install` frees DDP's own reducer, because its buckets need as much memory as all gradients. `detach` creates it
+    again. Other calls create it early and are forwarded to it.
 
     torch.distributed.autograd accumulates gradients in a context instead of `.grad`. Sirtaki does not support that, but
     DDP's own reducer does. Therefore DDP's reducer reduces the gradients if a forward pass runs within such a context.
     """
 
-    def __init__(self, reducer: Any, gradients: DdpGradients, *, static: bool, finds_unused: bool) -> None:
-        """Wrap DDP's reducer, to which other calls are forwarded.
+    def __init__(self, model: DistributedDataParallel, gradients: DdpGradients) -> None:
+        """Prepare to replace the reducer of a DDP model. `install` replaces it.
 
         Args:
-            reducer: DDP's reducer (Any: a C++ class without types).
-            gradients: object that reduces the model's gradients instead of `reducer`.
-            static: DDP's option `static_graph`.
-            finds_unused: DDP's option `find_unused_parameters`.
+            model: the DDP model.
+            gradients: object that reduces the model's gradients instead of DDP's reducer.
         """
-        self._reducer, self._gradients, self._static, self._finds_unused = reducer, gradients, static, finds_unused
+        self._gradients, self._model = gradients, weakref.ref(model)
+        self._static, self._finds_unused = model.static_graph, model.find_unused_parameters
+        self._wanted = {id(param) for _, param in gradients.named}  # ids of the parameters that DDP reduces
+        self._own: tuple[Any, Any] | None = None  # DDP's own reducer and its logger, C++ objects, if they exist
+        self._nodes: list[Node] = []  # AccumulateGrad nodes, which DDP's reducer kept alive with the hooks on them
+        self._handle: RemovableHandle | None = None
+
+    def install(self, model: DistributedDataParallel) -> None:
+        """Replace the reducer and the logger of the DDP model, and register hooks on it. `detach` undoes this.
+
+        First wait for the model's GPU, because DDP's buckets are freed, and CUDA streams may still use them.
+        """
+        # Leave inference mode, in which the script may call `attach`: there, a parameter has no AccumulateGrad node.
+        with self._as_wrapped(model), torch.inference_mode(mode=False), torch.enable_grad():
+            self._nodes = [get_gradient_edge(param).node for _, param in self._gradients.named]
+        for device in {param.device for _, param in self._gradients.named if param.is_cuda}:
+            torch.cuda.synchronize(device)
+        model.logger = AttachedLogger(model.logger, self._gradients.log)
+        model.reducer = self  # type: ignore[assignment]
+        model.find_unused_parameters = False  # Sirtaki itself finds unused parameters at the end of the backward pass
+        # Wrap `_post_forward` of a DDP model that `replicate()` has made over a ParameterList: PyTorch calls this
+        # method, but never the forward hooks of such a model.
+        if isinstance(model.module, nn.ParameterList):
+            model._post_forward = _Watched(model._post_forward, self)  # type: ignore[method-assign]
+        else:
+            self._handle = model.register_forward_hook(OutputHook(self))
+
+    def detach(self) -> None:
+        """Let DDP's own reducer reduce the model's gradients again."""
+        self._gradients.drain()
+        self._gradients.close("when ddp.detach() was called")
+        if self._handle is not None:
+            self._handle.remove()
+        if (model := self._model()) is not None:
+            model.__dict__.pop("_post_forward", None)
+            model.find_unused_parameters = self._finds_unused
+            model.reducer, model.logger = self._own or self._make_own(model)
+        self._own = None
+        self._nodes.clear()
+
+    def _make_own(self, model: DistributedDataParallel) -> tuple[Any, Any]:  # Any: C++ classes without types
+        """Return a new reducer and its logger, as DDP's constructor creates them. Not collective."""
+        kind: Any = model  # Any: private methods, which DDP also calls in `__setstate__`
+        before = kind.reducer, kind.logger, kind.find_unused_parameters
+        kind.find_unused_parameters = self._finds_unused
+        try:
+            with self._as_wrapped(model):
+                parameters, has_sparse_gradients = kind._build_params_for_reducer()
+                names = kind._build_debug_param_to_name_mapping(parameters)
+                kind._ddp_init_helper(parameters, has_sparse_gradients, names, model.static_graph)
+            if model.static_graph:  # the new reducer counts gradients in its first pass
+                kind.reducer._set_static_graph()
+                kind.logger._set_static_graph()
+                kind._static_graph_delay_allreduce_enqueued = False
+            return kind.reducer, kind.logger
+        finally:
+            kind.reducer, kind.logger, kind.find_unused_parameters = before
+
+    def _as_wrapped(self, model: DistributedDataParallel) -> AbstractContextManager[None]:
+        """Restore, while the `with` block runs, the `requires_grad` that parameters had when DDP wrapped the model."""
+        return _requiring_gradients(model.module, self._wanted)
+
+    @property
+    def _reducer(self) -> Any:  # Any: a C++ class without types
+        """Return DDP's own reducer. Create it if it does not exist."""
+        if self._own is None:
+            model = self._model()
+            assert model is not None
+            self._own = self._make_own(model)
+        return self._own[0]
 
     def __getattr__(self, name: str) -> Any:  # Any: any attribute of DDP's C++ reducer
         # Do not forward these, or PyTorch's C++ code would register hooks on DDP's reducer.
-        if name.startswith("_pybind11_"):
+        if name.startswith("_pybind11_") or not hasattr(Reducer, name):
             raise AttributeError(name)
         return getattr(self._reducer, name)
 
     def __repr__(self) -> str:
-        # Return a text that PyTorch puts into its error message if a script registers a communication hook on this
-        # model.
+        # If a script passes this object to PyTorch's C++ as a reducer, the C++ puts this text into its error message.
         return (
-            "<idle reducer, because Sirtaki reduces the model's gradients: a communication hook cannot be registered; "
-            "register it before the first backward pass, or set SIRTAKI_ATTACH=0, to let DDP reduce the gradients>"
+            "<idle reducer, because Sirtaki reduces the model's gradients; to let DDP reduce them, call "
+            "sirtaki.torch.ddp.detach(model), or set SIRTAKI_ATTACH=0>"
         )
+
+    def prepare_for_forward(self) -> None:
+        """Do nothing. DDP's own reducer only measures times here."""
 
     def prepare_for_backward(self, _: object) -> None:
         """Mark the next backward pass as one whose gradients must be reduced (due). Called by DDP in a forward pass.
@@ -536,7 +741,7 @@ class IdleReducer:
                 self._reducer.prepare_for_backward([])
 
     def watch(self, output: object) -> None:
-        """Register hooks on the model's outputs, to detect where a backward pass begins that must be reduced."""
+        """Register hooks on the model's outputs, to detect the beginning of a pass whose gradients must be reduced."""
         if self._finds_unused and distributed_autograd.current_context() is not None:
             if self._gradients.due:
                 self._gradients.leave()
@@ -545,7 +750,9 @@ class IdleReducer:
             self._gradients.watch(output)
 
     def _rebuild_buckets(self) -> bool:
-        return distributed_autograd.current_context() is not None and bool(self._reducer._rebuild_buckets())
+        if self._own is None or distributed_autograd.current_context() is None:
+            return False
+        return bool(self._reducer._rebuild_buckets())
 
     def _push_all_rebuilt_params(self) -> None:
         pass
@@ -592,7 +799,7 @@ class OutputHook:
         self._idle = idle
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
-        """Register hooks on `output`, to detect where a backward pass begins whose gradients must be reduced.
+        """Register hooks on `output`, to detect the beginning of a backward pass whose gradients must be reduced.
 
         Called by PyTorch after a forward pass.
         """

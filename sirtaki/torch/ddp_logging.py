@@ -81,14 +81,14 @@ class PassLog:
 class AttachedLogger:
     """Replacement of the logger of a DDP model whose gradients Sirtaki reduces.
 
-    Adds the times that Sirtaki measures.
+    Returns the data of DDP's own logger at the time of `attach`, with the times that Sirtaki measures. It keeps no
+    reference to DDP's logger, which would keep DDP's buckets.
     """
 
     def __init__(self, logger: Any, log: PassLog) -> None:  # Any: DDP's C++ logger, which has no types
-        self._logger, self._log = logger, log
-
-    def __getattr__(self, name: str) -> Any:  # Any: any attribute of DDP's C++ logger
-        return getattr(self._logger, name)
+        known = logger._get_ddp_logging_data()
+        self._strs = {**known.strs_map, "comm_hook": "sirtaki"}
+        self._ints, self._log = dict(known.ints_map), log
 
     def set_runtime_stats_and_log(self) -> None:
         """Record the time at which a forward pass begins.
@@ -97,9 +97,16 @@ class AttachedLogger:
         """
         self._log.now.forward_ns = time.time_ns()
 
+    def set_error_and_log(self, error: str) -> None:
+        """Record an error, which DDP then raises."""
+        self._strs["error"], self._ints["has_error"] = error, 1
+
+    def _set_uneven_input_join(self) -> None:
+        self._ints["join_uneven_inputs"] = 1
+
+    def _set_static_graph(self) -> None:
+        self._ints["static_graph"] = 1
+
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """Return DDP's logging data, with the times of the steps whose gradients Sirtaki has reduced."""
-        known = self._logger._get_ddp_logging_data()
-        return SimpleNamespace(
-            strs_map={**known.strs_map, "comm_hook": "sirtaki"}, ints_map={**known.ints_map, **self._log.numbers()}
-        )
+        return SimpleNamespace(strs_map=dict(self._strs), ints_map={**self._ints, **self._log.numbers()})

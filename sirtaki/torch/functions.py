@@ -120,7 +120,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; do not call broadcast_optimizer_state() for LBFGS")
     state = optimizer.state_dict()
-    state.pop("sirtaki_compression", None)  # remove the error-feedback residual: each rank has its own
+    state.pop("sirtaki_compression", None)  # the error-feedback residual: each rank keeps its own
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         load_optimizer_state(optimizer, state)

@@ -35,12 +35,27 @@ class Distributed(torch.optim.Optimizer):
         _detached: reason why the optimizer cannot reduce gradients over the ranks now. Empty if it can.
         _of_training: whether the optimizer was created inside the training function that `elastic.run` repeats.
         _closed: whether `close` was called.
+        _reduced_for: the `GradScaler` that has reduced the gradients since the last step, and its state of this
+            optimizer at that time. None if there is none.
     """
 
     _wrapped: torch.optim.Optimizer
     _detached = ""
     _of_training = False
     _closed = False
+    _reduced_for: tuple[torch.amp.GradScaler, dict[str, Any]] | None = None
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Return whether a `GradScaler` has reduced the gradients since the last step and since its `update()`.
+
+        `update()` ends an iteration also if user code has skipped the step. It replaces the scaler's state of each
+        optimizer.
+        """
+        if self._reduced_for is None:
+            return False
+        scaler, state = self._reduced_for
+        return scaler._per_optimizer_states.get(id(self)) is state
 
     @property
     def _signature(self) -> str:
@@ -58,6 +73,16 @@ class Distributed(torch.optim.Optimizer):
         Raises:
             ConfigError: the optimizer does not fit these ranks.
             NotImplementedError: Adasum does not support this number of ranks.
+        """
+        raise NotImplementedError
+
+    def _reduce_for_scaler(self) -> bool:
+        """Make infinite gradients of any rank visible on all ranks. Collective.
+
+        `GradScaler` calls this before it unscales gradients and checks whether they are finite.
+
+        Returns:
+            True if this need not be repeated before the scaler's `update()`.
         """
         raise NotImplementedError
 
@@ -92,6 +117,10 @@ class Distributed(torch.optim.Optimizer):
             why: reason for the error message if the optimizer is used while it is detached.
         """
         self._detached = why
+        if self._reduced_for is not None:
+            # The scaler may have unscaled gradients that are dropped here. It must unscale the new ones, too.
+            self._reduced_for[0]._per_optimizer_states.pop(id(self), None)
+            self._reduced_for = None
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -222,7 +251,7 @@ def detached() -> dict[str, Distributed]:
     The newest optimizer gets number 0, because older ones may be garbage that only some ranks have collected.
     """
     if any(optimizer._of_training for optimizer in _alive()):
-        gc.collect()  # optimizers of the ended training function may exist only in reference cycles
+        gc.collect()  # free optimizers that the ended training function has left in reference cycles
     waiting = [optimizer for optimizer in _alive() if optimizer._detached and not optimizer._closed]
     seen: Counter[str] = Counter()
     named = {}
@@ -244,5 +273,5 @@ def attach(current: job.Job, optimizers: dict[str, Distributed], names: Sequence
     for name in names:
         try:
             optimizers[name]._attach(current)
-        except (ConfigError, NotImplementedError) as err:  # stored, and raised when the optimizer is used
+        except (ConfigError, NotImplementedError) as err:  # store the error, to raise it when the optimizer is used
             optimizers[name]._detached = str(err)

@@ -38,7 +38,7 @@ from sirtaki.comm.modes import outside_changes
 from sirtaki.engine import job
 from sirtaki.engine.reducing.checks import checksums, require_same_model
 from sirtaki.engine.reducing.sharing import reducers_of
-from sirtaki.errors import CommError, ConfigError
+from sirtaki.errors import CommError, ConfigError, require
 
 from .collectives import Sum, grouped_allreduce_async, poll, synchronize
 from .functions import load_optimizer_state
@@ -214,18 +214,12 @@ class LocalSGD:
                 )
             self._interval = self.delay = FIRST_INTERVAL
         else:
-            if sync_every <= 0 or sync_every % n:
-                raise ConfigError(
-                    f"sync_every= must be a positive multiple of {n} (number of fragments, i.e. parts of the model), "
-                    f"not {sync_every}"
-                )
+            valid = sync_every > 0 and sync_every % n == 0
+            require(valid, "sync_every", f"a positive multiple of the {n} fragments of the model", sync_every)
             self._interval, self.delay = sync_every // n, delay or 0
-            if not 0 <= self.delay <= self._interval:
-                raise ConfigError(
-                    f"delay= must be at least 0 and at most sync_every / fragments = {self._interval} steps, not "
-                    f"{self.delay}, because each fragment (part of the model) must be merged before the next is sent"
-                )
-        # Index of the fragment (part of the model) to send next, and optimizer steps since the last one was sent.
+            most = self._interval
+            require(0 <= self.delay <= most, "delay", f"0 to {most} (sync_every / number of fragments)", self.delay)
+        # Index of the fragment (part of the model) to send next, and optimizer steps since a fragment was last sent.
         self._turn = self._steps = 0
         self._begun = False  # whether ranks have trained separately, so that their parameters may differ
         self._flight: _Flight | None = None
@@ -470,8 +464,8 @@ class LocalSGD:
         interval = max(delay, math.ceil(SHORTEST / count))
         self._next = _Tail(interval=interval, delay=delay)
         logger.info(
-            "hvd.%s now averages one of the model's %d fragments (parts) every %d steps, so the whole model every %d "
-            "steps; averaging a fragment takes up to %.3g ms (the time of %.1f training steps)%s",
+            "hvd.%s averages the model in %d parts, one part every %d steps, so the whole model every %d steps; "
+            "averaging one part takes up to %.3g ms (%.1f training steps)%s",
             type(self).__name__,
             count,
             interval,
@@ -589,10 +583,7 @@ class DiLoCo(LocalSGD):
             ConfigError: an argument is invalid, or DDP or a DistributedOptimizer averages the gradients already.
         """
         super().__init__(model, optimizer, sync_every, fragments=fragments, delay=delay, process_set=process_set)
-        if not 0.0 <= blend < 1.0:
-            raise ConfigError(
-                f"blend= (weight of the rank's own parameters) must be at least 0 and less than 1, not {blend}"
-            )
+        require(0.0 <= blend < 1.0, "blend", "at least 0 and less than 1", blend)
         self._blend = blend
         for fragment in self._fragments:
             fragment.origins = [_wire(param).clone() for param in fragment.params]
@@ -649,7 +640,7 @@ class DiLoCo(LocalSGD):
     @outside_changes
     @torch.no_grad()
     def _settle(self) -> None:
-        for fragment in self._fragments:  # with `blend`, ranks differ, as each keeps a part of its own parameters
+        for fragment in self._fragments:  # with `blend`, each rank has kept a part of its own parameters
             for param, origin in zip(fragment.params, fragment.origins, strict=True):
                 _write(param, origin)
 
@@ -714,10 +705,7 @@ def _divided(
         )
     place: dict[int, int] = {}
     if isinstance(fragments, int):
-        if fragments <= 0:
-            raise ConfigError(
-                f"fragments= must be a positive number of parts of the model, or a list of modules, not {fragments}"
-            )
+        require(fragments > 0, "fragments", "a positive number of parts of the model, or a list of modules", fragments)
         sizes = [tensor.numel() * tensor.itemsize for _, tensor in items.values()]
         for key, size, end in zip(items, sizes, accumulate(sizes), strict=True):
             place[key] = fragments * (2 * end - size) // (2 * sum(sizes) + 1)

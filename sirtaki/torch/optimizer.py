@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import warnings
@@ -17,10 +18,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sirtaki.autotune.arms.techniques import ArmChoice
 from sirtaki.autotune.sparse import SparseSummary
-from sirtaki.autotune.trial import Arm
 from sirtaki.comm.collectives.engine import GLOBAL, RankSet
 from sirtaki.comm.collectives.operations import is_dtensor
+from sirtaki.comm.device import refuse_capture
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.modes import no_torch_function, without_subclasses
@@ -239,15 +241,26 @@ class AveragingOptimizer(Distributed):
         self._require_open()
         if closure is not None and self._gradients is not None and self._should_synchronize:
             closure = self._synchronised(closure)
-        elif self._should_synchronize:
+        elif self._should_synchronize and (self._reduced_for is None or not self._is_reduced or self._begun):
             if self._synchronized:
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
-        self._synchronized = False
+        self._reduced_for, self._synchronized = None, False
         # Set this attribute, because a learning rate scheduler that was created with the user's optimizer warns unless
         # it is True.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
         return super().step(closure)
+
+    def _reduce_for_scaler(self) -> bool:
+        if self._should_synchronize:
+            if not (self._is_reduced or self._synchronized) or self._begun:
+                self.synchronize()
+            self._synchronized = False
+        return self._should_synchronize
+
+    @property
+    def _begun(self) -> bool:
+        return self._gradients is not None and self._gradients.begun
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         decides_by_loss = isinstance(self, torch.optim.LBFGS)
@@ -279,6 +292,7 @@ class AveragingOptimizer(Distributed):
         """
         if self._gradients is not None and not self._gradients.drop():
             raise AssertionError(RACE)
+        self._reduced_for, self._synchronized = None, False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -325,6 +339,7 @@ class AveragingOptimizer(Distributed):
             self._gradients.close()
 
     def _require_open(self) -> None:
+        refuse_capture("step() of a DistributedOptimizer")
         if self._closed:
             raise NotInitializedError(CLOSED.format(reason="by close()"))
         if self._detached:
@@ -390,6 +405,21 @@ class _AdasumDistributed(Distributed):
         )
         yield
 
+    @torch.no_grad()
+    def _reduce_for_scaler(self) -> bool:
+        if self._is_reduced:
+            return True
+        # Add NaN to a gradient if any rank has an infinite gradient or NaN, so that all ranks skip the same steps.
+        require_attached(self)
+        grads = [param.grad for _, param in self._named if param.grad is not None]
+        values = [grad._values() if grad.is_sparse else grad for grad in grads]
+        zero = torch.zeros((), dtype=torch.float32, device=self._named[0][1].device)
+        zero_or_nan = sum((each.mul(0).sum().float() for each in values), zero)
+        everywhere = allreduce(zero_or_nan, name=f"adasum.{self._serial}.finite", op=Sum)
+        for each in values[:1]:
+            each.add_(everywhere.to(each))
+        return True
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
         """Compute this rank's parameter updates, combine them with those of all ranks by Adasum, and apply the result.
 
@@ -427,6 +457,42 @@ def wrap_adasum(
     distributed._named, distributed._compression = named, compression
     distributed._parameter_names = {param: name for name, param in named}
     return distributed
+
+
+@functools.cache
+def _reduce_before_unscaling() -> None:
+    """Make `GradScaler` reduce the gradients of distributed optimizers before it unscales them. Called once.
+
+    `GradScaler.unscale_`, and `step` without it, divide `.grad` by the scale and check it for infinite elements. If
+    `step()` of the optimizer reduced the gradients only afterwards, unscaled gradients would be added to scaled ones,
+    and each rank would decide by its own gradients whether to skip the step.
+    """
+    for name in ("unscale_", "step"):
+        setattr(torch.amp.GradScaler, name, _after_reduction(getattr(torch.amp.GradScaler, name), ends=name == "step"))
+
+
+def _after_reduction(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
+    """Wrap a method of `GradScaler`, so that it reduces the gradients of a distributed optimizer first.
+
+    Args:
+        method: method of `GradScaler`, such as `unscale_`.
+        ends: whether the method ends the optimizer's step, as `GradScaler.step` does.
+    """
+
+    @functools.wraps(method)
+    def call(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        distributed = optimizer if isinstance(optimizer, Distributed) and self.is_enabled() else None
+        if distributed is not None:
+            if distributed._reduced_for is not None and distributed._reduced_for[0] is not self:
+                distributed._reduced_for = None
+            if distributed._reduce_for_scaler():
+                distributed._reduced_for = self, self._per_optimizer_states[id(optimizer)]
+        result = method(self, optimizer, *args, **kwargs)
+        if distributed is not None and ends:
+            distributed._reduced_for = None  # even if the scaler has skipped the optimizer's `step`
+        return result
+
+    return call
 
 
 REFUSED = "overlap_forward cannot be used with this optimizer: {why}"
@@ -486,7 +552,7 @@ class OverlappedOptimizer(AveragingOptimizer):
     def _begin_overlap(self, *, refuses: bool) -> None:
         """Initialise the attributes of this mixin. Called once, before `_attach`.
 
-        Initialise the attributes of this mixin, which defers updates. Called once, before `_attach`.
+        Raises:
             ConfigError: the class of the optimizer does not allow deferred updates, and `refuses` is True.
         """
         self._refuses, self._hooks, self._logged = refuses, ExitStack(), set()
@@ -583,7 +649,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             return super().step(closure)
         if updates.state is IterationState.DEFERRED:  # there was no backward pass since the last step
             updates.drain()
-        plain = closure is None and self._should_synchronize and not self._synchronized
+        plain = closure is None and self._should_synchronize and not (self._synchronized or self._is_reduced)
         if plain and updates.step():
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
             self._watch_deferred()
@@ -627,8 +693,9 @@ class OverlappedOptimizer(AveragingOptimizer):
         """
         updates = self._updates
         if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
+            # `zero_grad` reads no parameter, so `_learning` must not record its call as a read.
             with nullcontext() if self._learning is None else without_subclasses():
-                super().zero_grad(set_to_none)  # call it without the subclass that waits, because it reads no parameter
+                super().zero_grad(set_to_none)
         elif updates.state is IterationState.LAUNCHED:  # `step()` was omitted
             updates.withdraw()
             super().zero_grad(set_to_none)
@@ -645,7 +712,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         if overlap is None or self._learning is not None or something_is_compiled():
             return
         # Record the order in which this iteration reads the parameters, if the tuner requests it. Also record it if the
-        # tuner is ready and no order is known, because the iteration that it had requested could not be recorded.
+        # tuner is ready and no order is known: the iteration in which the tuner requested it could not be recorded.
         if overlap.learning or (overlap.ready and not self._knows_reads):
             learning = LearnedReads(self._reduced_params())
             if learning.begin():
@@ -773,7 +840,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     *,
-    arms: Sequence[Arm] | None = None,
+    arms: Sequence[ArmChoice] | None = None,
     overlap_forward: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Wrap an optimizer so that it reduces gradients over all ranks before each update. Collective.
@@ -793,8 +860,9 @@ def DistributedOptimizer(
         sparse_as_dense: reduce sparse gradients as dense tensors. The results stay dense, except for an optimizer that
             accepts sparse gradients only.
         process_set: ranks whose gradients are reduced together. Other ranks reduce nothing.
-        arms: search methods (arms) of the tuner, which searches for the fastest setting of the communication. None for
-            the default ones.
+        arms: search methods (arms) of the tuner, which searches for the fastest setting of the communication. Each is
+            an arm, the name of one, or a function of (`sirtaki.autotune.KnobSpace`, NumPy random generator) that
+            creates one. Only these are used. None for the default ones.
         overlap_forward: let `step()` return at once, and update each parameter in the next forward pass before its
             first read. None uses the value of `SIRTAKI_OVERLAP_FORWARD`.
 
@@ -809,6 +877,7 @@ def DistributedOptimizer(
         MismatchError: the models of ranks differ. Raised on all ranks.
     """
     require_plain(optimizer)
+    _reduce_before_unscaling()
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, not {backward_passes_per_step}")
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -842,7 +911,8 @@ def DistributedOptimizer(
             )
         if not isinstance(compression, type) or not issubclass(compression, Compressor):
             raise ConfigError(
-                "op=Adasum requires Compression.none, .fp16 or .bf16, because Adasum combines updates, not gradients"
+                "op=Adasum supports only Compression.none, .fp16 and .bf16; other compressions are for gradients, not "
+                "for updates"
             )
         no_log = NO_LOG if current.settings.trial_log else ""
         logger.info("Sirtaki does not tune the communication of an optimizer with op=Adasum%s", no_log)
@@ -892,7 +962,7 @@ def _divide(
             f"found an object of type {found}."
         )
     if len({id(param) for param in members}) != len(members):
-        raise ValueError("A parameter can only appear once in groups.")
+        raise ValueError("A parameter can only appear once in groups. Remove it from one of the lists in groups=.")
     return lists
 
 
@@ -971,8 +1041,8 @@ class LocalShard(torch.Tensor):
         local: torch.Tensor = gradient._local_tensor
         before, self._seen = self._seen, (id(gradient), gradient._version)
         if before != self._seen and before[0] == id(gradient):
-            # Increment the version counter of the local shard, because a write to the gradient increments only that of
-            # the DTensor.
+            # Increment the version counter of the local shard, because a write to the DTensor's gradient increments
+            # only the counter of the DTensor.
             torch.autograd.graph.increment_version(local)
         return local
 

@@ -44,7 +44,8 @@ from sirtaki.machine import free_in_forked_children
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
     """Return the `step` method of an optimizer class without PyTorch's step hooks.
 
-    Several calls of it, each for some parameters, make one step. The hooks must run once per step.
+    Sirtaki divides one step into several calls of the returned method, each for some of the parameters. The hooks must
+    run only once per step.
     """
     step = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # set by functools.wraps
@@ -214,7 +215,7 @@ def _copy_of(
 
     The copied gradients are multiplied by `scale`.
     """
-    copies: dict[int, Any] = {}  # memo of `deepcopy`, so that each reference to a parameter becomes one to its copy
+    copies: dict[int, Any] = {}  # memo of `deepcopy`: replaces references to a parameter by its copy
     for group in optimizer.param_groups:
         for param in group["params"]:
             copies[id(param)] = twin = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -227,7 +228,7 @@ def _copy_of(
         elif name not in ("state", "param_groups", "step"):
             try:
                 copied.__dict__[name] = copy.deepcopy(value, copies)
-            except Exception:  # share an attribute that cannot be copied: updates do not depend on it
+            except Exception:  # share the attribute, which cannot be copied: updates do not depend on it
                 copied.__dict__[name] = value
     copied.param_groups = copy.deepcopy(optimizer.param_groups, copies)
     copied.state = defaultdict(dict, copy.deepcopy(dict(optimizer.state), copies))
@@ -425,7 +426,10 @@ class HeldReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Report each held tensor among the arguments of an operation, then run the operation. Called by PyTorch."""
+        """Call `found` for each argument that is a held parameter (its update is deferred), then run the operation.
+
+        PyTorch calls this method for each operation.
+        """
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 param = self._by_memory.get(_memory(tensor))
@@ -663,7 +667,7 @@ def _pipeline(hooks: GradientHooks) -> GradientPipeline:
 class Zeroing(Enum):
     """Effect of a `zero_grad` call on a gradient whose parameter has a deferred update.
 
-    It takes place after the update.
+    The gradient is zeroed only after the update.
     """
 
     NONE = "set to None"
@@ -769,7 +773,7 @@ class PutOffUpdates:
         hold(self._params, self)
 
     def withdraw(self) -> None:
-        """Wait for the reduction of all gradients, and no longer hold the parameters, so that no update is deferred.
+        """Wait for the reduction of all gradients, and stop holding the parameters, so that no update is deferred.
 
         Does nothing after `step()`.
         """
@@ -801,14 +805,14 @@ class PutOffUpdates:
                 return False  # the caller's `step()` then reports that a gradient was modified in place
             kept = reducer.state is IterationState.LAUNCHED
             reducer.defer()
-            if not kept:  # not held yet: some gradients were not ready when the backward pass ended
+            if not kept:  # not held yet, because some gradients were not ready when the backward pass ended
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
             with torch._C.DisableTorchFunctionSubclass():
                 for number in self._waiting:
                     param = self._params[number]
-                    # Set `.grad` to None, so that a backward pass through an old graph does not add to a gradient that
-                    # is being reduced.
+                    # Set `.grad` to None, so that another backward pass through a retained graph does not add to a
+                    # gradient that is being reduced.
                     self._gradient_of[number], param.grad = param.grad, None
                     torch.autograd.graph.increment_version(param)
             self._partial.begin()
@@ -846,8 +850,8 @@ class PutOffUpdates:
             if reducer.state is IterationState.LAUNCHED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
-            # Stop holding all parameters if the wait ended early, because another operation needs this rank. The
-            # iteration then collects gradients again.
+            # The wait returns no gradient if it ended early, because another operation needs this rank. Then stop
+            # holding all parameters. The iteration collects gradients again.
             if not arrived:
                 self._release_all()
                 self._keeps = None

@@ -45,7 +45,7 @@ class ProcessSet:
             self.mpi_comm = ranks_or_comm
 
     def _opened(self) -> RankSet | None:
-        """Return the connected ranks of this process set (the engine's object). None if the set is not open."""
+        """Return the engine's object for this process set, with its connections. None if the set is not open."""
         if self.process_set_id is None or not job.is_initialized():
             return None
         sets = job.current().rank_sets
@@ -135,8 +135,8 @@ def require_opened(process_set: ProcessSet) -> RankSet:
         return there
     if process_set in _lasting and process_set.ranks and process_set.ranks[-1] >= size:
         raise ConfigError(
-            f"the process set of ranks {process_set.ranks} does not fit the {size} ranks of the job; wait until the "
-            "job has all ranks of the set"
+            f"the process set of ranks {process_set.ranks} cannot be used, because the job has only {size} ranks; "
+            "wait until the job has all ranks of the set"
         )
     raise ConfigError(
         f"the process set {process_set} has not been initialized; pass it to init() or add_process_set() first"
@@ -193,7 +193,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Optimizers that use the set are closed: their next `step()` raises an exception.
 
     Returns:
-        Whether the set was closed. False if it was not open, or is the set of all ranks.
+        True if the set was closed, False if it was not open or is the set of all ranks.
 
     Raises:
         HorovodInternalError: ranks pass different sets, or a member has operations in flight. Raised on all ranks.
@@ -230,8 +230,8 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
 def _open_static(process_set: ProcessSet) -> None:
     """Open (connect the ranks of) a process set that was passed to `init`. Collective over all ranks.
 
-    In an elastic job, a set can contain ranks that the job does not have now. Such a set is not opened, and raises an
-    exception when it is used.
+    In an elastic job, a set can contain ranks that the job does not have now. Such a set is not opened. Its use
+    raises an exception.
     """
     current = job.current()
     if current.elastic is None:

@@ -53,7 +53,7 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
 
 class _EndlessSampler(Sampler[None]):
-    """Sampler for a DataLoader over an IterableDataset. The DataLoader needs no indices from it.
+    """Sampler for a DataLoader over an IterableDataset, which needs no indices.
 
     The sampler sets the random state of this rank when an iteration over the DataLoader begins.
     """
@@ -77,7 +77,7 @@ class _EndlessSampler(Sampler[None]):
 class _IterableShare(IterableDataset[Any]):
     """Data set that yields this rank's items of another data set: every `ranks`-th one.
 
-    Last items are dropped if not every rank would get one.
+    If the number of items is not a multiple of `ranks`, the last items are dropped.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
@@ -194,7 +194,7 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def whole(loader: Iterable[T]) -> Iterable[T]:
-    """Return the original DataLoader, which yields the data of all ranks, of a copy that `divided` has made.
+    """Return the original of a DataLoader that `divided` has copied. The original yields the data of all ranks.
 
     Return other loaders unchanged.
     """

@@ -69,11 +69,12 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         own_count = float(input.numel() // max(channels, 1))
         own_mean = wide.mean(over) if own_count else wide.new_zeros(channels)
         own_squares = (wide - _per_channel(own_mean, wide)).square().sum(over)
-        own = torch.cat([own_mean, own_squares, wide.new_tensor([own_count])])
+        own = torch.cat([own_mean, own_squares, wide.new_full((1,), own_count)])
         ranks = allgather(own.unsqueeze(0))
         means, squares, counts = ranks[:, :channels], ranks[:, channels:-1], ranks[:, -1:]
         count = counts.sum()
-        if count <= 1:
+        # Compare `count` only if this rank has at most one value, because the comparison makes the host wait for a GPU.
+        if own_count <= 1 and count <= 1:
             raise ValueError(
                 f"SyncBatchNorm expected more than 1 value per channel when training, got {int(count)} over all ranks; "
                 "increase the batch size"

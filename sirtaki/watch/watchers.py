@@ -192,7 +192,7 @@ def begin(event: GenerationBegun) -> None:
 
 
 def end(*, for_good: bool) -> None:
-    """Forget the current generation (set of ranks of an elastic job), so that new watchers are not told of it.
+    """Forget the current generation (set of ranks of an elastic job), so that new watchers are not notified.
 
     If the job will not start again (`for_good`), close and remove all watchers.
     """
@@ -321,8 +321,8 @@ class TensorBoard(Watcher):
 
 # ── discovery of jobs on this machine for `sirtaki top`: one socket per job in the user's run folder ──────────────────
 
-# Connections to the socket file of a killed process are refused, so `running_jobs` can remove it. A job answers only on
-# request: without requests, its thread sleeps.
+# A killed process leaves its socket file behind. Connections to the file are refused, so `running_jobs` can remove it.
+# In a running job, the thread of the socket sleeps while there are no requests.
 
 ANSWER_S = 1.0
 """Seconds in which a job must answer a request."""

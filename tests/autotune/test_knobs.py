@@ -159,7 +159,7 @@ def test_settings_without_nccl_knobs_are_unchanged() -> None:
     assert knobs.but(nccl=NcclWays()) == Knobs.from_json(knobs.to_json()) == knobs
     (unit,) = knobs.to_plan(GradientLayout(sizes=(4,))).to_json()["units"]
     assert "nccl" not in unit
-    with pytest.raises(PlanError, match="not a valid communication setting"):
+    with pytest.raises(PlanError, match=r"communication setting .* is invalid"):
         Knobs.from_json({**knobs.to_json(), "nccl": {"large": "ring/ll256"}})
 
 

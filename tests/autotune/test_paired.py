@@ -120,13 +120,13 @@ def test_a_gain_that_an_earlier_job_has_proved_needs_fewer_pairs() -> None:
     assert pairs.pooled.high - pairs.pooled.low < earlier.high - earlier.low
     slower = compared([-0.05 + luck for luck in LUCK], looks=(FEWEST_PAIRS_KNOWN,), earlier=earlier)
     assert slower.verdict is Verdict.SLOWER
-    with pytest.raises(TuningError, match="each at least 6, found"):
+    with pytest.raises(TuningError, match="numbers of at least 6, found"):
         PairedComparison(looks=(FEWEST_PAIRS_KNOWN,), earlier=Gain(times=1.05, low=0.99, high=1.1))
 
 
 @pytest.mark.parametrize("looks", [(), (5,), (12, 12), (12, 6), (6, 12, 24)])
 def test_looks_that_would_prove_luck_are_rejected(looks: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="one or two ascending numbers, each at least 6"):
+    with pytest.raises(TuningError, match="one or two ascending numbers of at least 6"):
         PairedComparison(looks=looks)
 
 

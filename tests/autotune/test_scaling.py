@@ -73,7 +73,7 @@ def test_rows_are_ready_for_json():
 
 @pytest.mark.parametrize("ranks", [(), (1, 2)])
 def test_numbers_of_ranks_that_cannot_be_are_refused(ranks):
-    with pytest.raises(TuningError, match="at least two"):
+    with pytest.raises(TuningError, match="at least 2"):
         table(ranks=ranks)
 
 

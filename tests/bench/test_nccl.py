@@ -8,8 +8,10 @@ import pytest
 
 from bench.lib.landscapes.landscape import Landscape
 from bench.nccl import ALL_WAYS, JOBS, KIB, MIB, THREADS, NcclTimes, in_every_way, job, modelled, tune
-from sirtaki.autotune.knobs import NcclWays
+from sirtaki.autotune.knobs import Knobs, NcclWays
+from sirtaki.comm.nccl_streams.transport import ctas_for
 from sirtaki.comm.plan import NcclWay
+from sirtaki.engine.tuning.plans import STREAM_COUNTS
 
 EVERY_JOB = pytest.mark.parametrize("name", JOBS)
 
@@ -87,3 +89,33 @@ def test_beside_all_other_knobs_it_is_found_too() -> None:
         sum(one.span_s(tune(one, noise=0.02, seed=seed).knobs) for seed in range(5)) for one in (landscape, without)
     )
     assert kept < 0.97 * others
+
+
+def nvlink(streams_gain: float) -> Landscape:
+    """Return a job on one node, where twice as many streams take `streams_gain` times as long."""
+    landscape = job(modelled(1), "large gradients")
+    default = landscape.default
+
+    def span_s(knobs: Knobs) -> float:
+        units = 1.01 ** max(0.0, abs(math.log2(knobs.unit_bytes / default.unit_bytes)) - 1.0)
+        threads = 1.0 if knobs.threads is None else 1.0 + 0.01 * max(0.0, 4.0 - math.log2(ctas_for(knobs.threads) or 1))
+        return 6e-3 * units * threads * streams_gain ** math.log2(knobs.streams)
+
+    return replace(landscape, space=replace(landscape.space, streams=STREAM_COUNTS, nccl=()), truth=span_s)
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
+@pytest.mark.parametrize("seed", range(2))
+def test_if_one_communicator_fills_nvlink_the_search_ends_after_six_settings(seed: int, noise: float) -> None:
+    result = tune(nvlink(1.02), noise=noise, seed=seed, one_node=True)
+    assert result.knobs == nvlink(1.02).default
+    assert result.gain is None
+    assert result.n_trials == 6
+    assert result.iterations_used <= 35
+    assert result.reason == "none of 5 clearly different settings was faster, so the search ended early"
+
+
+def test_a_gain_of_several_streams_on_one_node_is_still_found() -> None:
+    result = tune(nvlink(0.9), noise=0.02, seed=1, one_node=True)
+    assert result.knobs.streams > 2
+    assert result.gain is not None

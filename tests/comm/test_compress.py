@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sirtaki.comm.compress import Blockwise, Codec, Feedback, PowerSgd, Quantised, Rounded, TopK, scheme_of
+from sirtaki.comm.compress import Blockwise, Codec, Feedback, PowerSgd, Quantised, Rounded, TopK, codec_of, scheme_of
 from sirtaki.comm.plan import compressor_name
 from sirtaki.errors import ConfigError
 
@@ -46,6 +47,28 @@ def test_non_finite_numbers_stay_non_finite_and_affect_only_their_block(codec: B
 def test_numbers_too_small_to_divide_by_are_decoded_as_zeros() -> None:
     values = torch.full((300,), 1e-42)
     assert not Blockwise().unpack(Blockwise().pack(values), 300).any()
+
+
+ENCODED = {"int8": "1d1c4624cb0c", "fp8": "20177d9ffaac", "fp16": "cf8c49abd5d0", "bf16": "835705fe7f70"}
+"""Hashes of encoded and decoded numbers before rows could be encoded together."""
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_encodings_are_those_of_earlier_releases_and_the_same_for_rows_together(name: str) -> None:
+    digest, codec = hashlib.sha256(), codec_of(name)
+    assert isinstance(codec, Blockwise | Rounded)
+    for count in (1, 255, 256, 5003):
+        index = torch.arange(count)
+        values = ((index * 7919) % 10007 - 5003).float() / 256 * 2.0 ** (index % 13)
+        packed = codec.pack(values)
+        decoded = codec.unpack(packed, count)
+        digest.update(packed.numpy().tobytes() + decoded.numpy().tobytes())
+        rows = torch.stack([values, -values, values.flip(0)])
+        together = codec.pack(rows)
+        assert torch.equal(together, torch.stack([codec.pack(row) for row in rows]))
+        assert torch.equal(codec.unpack(together, count), torch.stack([codec.unpack(row, count) for row in together]))
+        assert torch.equal(codec.unpack(together[1:2], count)[0], codec.unpack(together[1], count))
+    assert digest.hexdigest().startswith(ENCODED[name])
 
 
 def test_an_object_with_the_two_methods_is_a_codec() -> None:

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 from fakes.groups import LoneOpener
-from torch.distributed import HashStore
 
 from bench.lib.cluster import LabShape, NetLab, why_unavailable
 from sirtaki.comm import router as router_module
 from sirtaki.comm.control.communicator import Backend
 from sirtaki.comm.control.failure import FailureBoard
-from sirtaki.comm.device import Device
+from sirtaki.comm.device import Device, nccl_owners
 from sirtaki.comm.nccl_streams.transport import NcclHierarchicalTransport, NcclTransport
 from sirtaki.comm.plan import Algorithm, CommPlan, Route, TransportKind, Unit
 from sirtaki.comm.router import MAX_COMMUNICATORS, Router, streams_of
 from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, StreamCost, StreamSpec, Work
 from sirtaki.comm.transports.gloo import DirectTransport
+from sirtaki.engine.tuning.plans import why_fewer_streams
 from sirtaki.errors import CommError, PeerLostError, PlanError, TransportError
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
@@ -136,7 +136,8 @@ def test_units_are_sent_directly_only_where_packets_between_more_than_two_ranks_
         failures=FailureBoard(),
         minimum=lambda values: np.full_like(values, 1000.0),
         round_trip_s=round_trip_s,
-        store=lambda: (HashStore(), "127.0.0.1"),
+        comm=SimpleNamespace(rank=0, size=size),
+        address=lambda: "127.0.0.1",
         agree_on_success=lambda problem: None,
     )
     router = Router(control, timeout_s=1.0)
@@ -166,6 +167,23 @@ def test_the_streams_that_all_routes_offer_are_as_many_as_the_poorest_has(make: 
         "mpi supports at most 3 streams; with SIRTAKI_TRANSPORT set there can be 24 on gloo and 7 on gloo"
     )
     assert router.why_not_more([(GLOO, FLAT), (MPI, FLAT)]) == "gloo supports at most 24 streams"
+
+
+@pytest.mark.parametrize(("ranks", "streams"), [(2, 24), (4, 16), (8, 6), (16, 3), (64, 1)])
+def test_fewer_streams_are_tried_on_more_ranks_unless_the_user_fixes_the_number(
+    make: Make, ranks: int, streams: int
+) -> None:
+    router = make()
+    for each in router.transports.values():
+        each.stream_cost = StreamCost(descriptors=ranks + 5, threads=2, connections=ranks - 1)
+    assert router.max_streams() == streams
+    assert bool(router.affordable_routes) == (ranks < 50)
+    assert router.max_streams(fixed=True) == 24
+    why = why_fewer_streams(router, (GLOO, FLAT), ranks=ranks)
+    assert bool(why) == (streams < 24)
+    assert not why or f"tries at most {streams} stream" in why
+    assert not why or f"on {ranks} ranks each stream takes {ranks + 5} file descriptors and 2 threads" in why
+    assert not why or "SIRTAKI_STREAMS permits up to 24" in why
 
 
 def test_the_scarcest_ranks_descriptors_may_allow_fewer(make: Make) -> None:
@@ -370,20 +388,20 @@ def job(
         local_rank=0,
         local_size=local_sizes[0],
         local_sizes=local_sizes,
-        cross_rank=0,
-        cross_size=size // local_sizes[0],
         one_node=local_sizes[0] == size,
         round_trip_s=0.0,
         is_homogeneous=len(set(local_sizes)) == 1,
         backend=backend,
-        failures=FailureBoard(),
         minimum=lambda values: np.full_like(values, 10_000),
         maximum=lambda values: np.array([values[0]]),
         agree_on_success=lambda problem: None,
+        broadcast=lambda value: value,
         **{
-            "store": lambda: ("the store", "10.0.0.1"),
-            "next_prefix": lambda: "sirtaki/7",
+            "comm": SimpleNamespace(rank=0, size=size),
+            "cross": SimpleNamespace(rank=0, size=size // local_sizes[0]),
+            "address": lambda: "10.0.0.1",
             "duplicate": lambda **_: None,
+            "failures": FailureBoard(),
             **more,
         },
     )
@@ -441,16 +459,33 @@ def test_nccl_is_hierarchical_over_nodes_with_equal_numbers_of_several_ranks(
     assert names(job(local_sizes, nccl=LoneOpener(), device=Streams())) == routes
 
 
+def test_communicators_may_be_aborted_while_the_router_waits_to_close_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be lost meanwhile. The wait then raises the job's failure."""
+    device, failures, opener = Streams(), FailureBoard(), LoneOpener()
+    made = job(SHARED, nccl=opener, device=device, failures=failures)
+    made.open_streams((TransportKind.NCCL, FLAT), 2)
+
+    def synchronise() -> None:
+        assert failures.raises_next
+        failures.report(CommError("rank 1 was lost"))
+        assert [owner.abort() for owner in nccl_owners() if owner is made._pool] == [2]
+
+    monkeypatch.setattr(device, "synchronise", synchronise)
+    with pytest.raises(CommError, match="rank 1 was lost"):
+        made.close()
+    assert all(group.closed for group in opener.made.values())
+
+
 def test_without_nccl_a_device_uses_host_memory_with_each_available_algorithm() -> None:
     assert names(job(SHARED, device=Streams())) == ["staged flat"]
     assert names(job(NODES, device=Streams())) == ["staged hierarchical", "staged flat"]
 
 
-def test_where_the_store_cannot_be_reached_gloo_is_left_out() -> None:
+def test_where_rank_0_cannot_be_reached_gloo_is_left_out() -> None:
     def unreachable() -> None:
         raise TransportError("rank 1 cannot reach rank 0")
 
-    assert names(job(NODES, shares_memory=False, store=unreachable, backend=Backend.MPI)) == ["mpi flat"]
+    assert names(job(NODES, shares_memory=False, address=unreachable, backend=Backend.MPI)) == ["mpi flat"]
 
 
 def test_all_nccl_transports_use_one_pool_and_nothing_is_opened_before_it_is_wanted() -> None:

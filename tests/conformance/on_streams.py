@@ -201,7 +201,7 @@ def ways(streams: Streams) -> dict[str, str]:
     """Check sums with NCCL's algorithms. All ranks must reject the same ones. The environment stays unchanged."""
     control, router, before = streams.control, streams.router(), dict(os.environ)
     became = {}
-    for way in router.nccl_ways():
+    for way in router.nccl_ways:
         knobs = Knobs(unit_bytes=4 * MIB, streams=2, transport=TransportKind.NCCL, nccl=NcclWays(small=way, large=way))
         layout = GradientLayout(sizes=(2 * MIB, 1000))  # two large units, and a small one
         try:

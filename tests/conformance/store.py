@@ -178,8 +178,8 @@ def an_ambiguous_or_unknown_id_is_refused(store: Store) -> None:
     shared = next(a[0] for a, b in pairwise(ids) if a[0] == b[0])
     for prefix, message in (
         (shared, "several"),
-        ("zz", "no record"),
-        ("%", "no record"),
+        ("zz", "but matches none"),
+        ("%", "but matches none"),
         ("", "several"),
     ):
         with pytest.raises(RegistryError, match=message):
@@ -321,10 +321,10 @@ def finds_and_forgets_ways_of_rows_by_their_id(store: Store) -> None:
     store.put_all([entry, way])
     assert store.find(StoredSetting, way.id[:12]) == way
     assert store.find(StoredSetting, entry.id[:12]) == entry
-    with pytest.raises(RegistryError, match="no record"):
+    with pytest.raises(RegistryError, match="but matches none"):
         store.find(JobRecord, way.id)
     for look in (partial(store.find, StoredSetting), store.forget):
-        with pytest.raises(RegistryError, match=r"no record \(type: entry or way of rows"):
+        with pytest.raises(RegistryError, match=r"must match one stored tuning result \(entry or way of rows"):
             look("zz")
         with pytest.raises(RegistryError, match="several"):
             look("")

@@ -27,6 +27,8 @@ from sirtaki.run.options import build_parser, parse
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+WAYS_IN = ("unmodified", "optimizer", "keep-ddp", "torch-distributed", "sharded")
+OUTLINE = ["Change", "Run", "What you see", "Check that it works", "Costs", "Limits", "Turn it off"]
 TUTORIALS = sorted((DOCS / "tutorial").glob("from-*.md"))
 SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 
@@ -47,12 +49,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def names_after(page: str, package: str) -> list[str]:
-    return re.findall(rf"^::: {re.escape(package)}\.([\w.]+)$", (DOCS / page).read_text(), re.MULTILINE)
+    return re.findall(rf"^<!-- begin: api {re.escape(package)}\.([\w.]+) -->$", (DOCS / page).read_text(), re.MULTILINE)
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.lengthy
 def test_the_tables_match_the_code() -> None:
     outdated = [name for name, _, _ in script("tables").outdated()]
     assert not outdated, "run `python docs/tables.py`"
@@ -128,6 +131,12 @@ def test_the_example_of_an_arm_imports_from_one_place() -> None:
 def test_the_readme_is_one_screen() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 620  # with the table of figures
+
+
+@pytest.mark.parametrize("name", WAYS_IN)
+def test_the_pages_of_all_ways_in_have_one_outline(name: str) -> None:
+    titles = re.findall(r"^## (.+)$", (DOCS / "how-to" / f"{name}.md").read_text(), re.MULTILINE)
+    assert titles[: len(OUTLINE)] == OUTLINE
 
 
 def included(page: Path) -> list[str]:

@@ -28,6 +28,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -38,6 +39,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 import sirtaki
@@ -52,6 +54,15 @@ MEMORY = torch.device("cpu", 0)
 
 RELEASES = json.loads((Path(__file__).parents[1] / "formats" / "nccl_attributes.json").read_text())["releases"]
 SYNCHRONOUS_ON_CURRENT_STREAM = (2, 8)
+
+HIDDEN_WRITES = {
+    "allreduce_": 0,
+    "broadcast_": 0,
+    "_allgather_base_": 0,
+    "_reduce_scatter_base_": 0,
+    "all_gather_copy_in": 1,
+}
+"""Index of the argument that an operation writes although its schema does not say so."""
 
 HOST_WAITS = {
     "_local_scalar_dense",
@@ -92,6 +103,7 @@ class Block:
     place: Place
     stream: Any = None
     registered: bool = False
+    freed: bool = False
     streams_recorded: set[Any] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
 
@@ -107,6 +119,7 @@ class FakeCuda:
         initialized: return value of `torch.cuda.is_initialized()`.
         register_status: return value of `cudaHostRegister`.
         capturing: thread that captures a CUDA graph in the default mode.
+        allocated_bytes, peak_bytes: bytes of GPU memory that tensors occupy, and their maximum since the last reset.
         refuse_nccl: message with which NCCL refuses to create communicators on the ranks in `refusing_ranks`.
     """
 
@@ -117,7 +130,7 @@ class FakeCuda:
         self.blocking: list[str] = []
         self.problems: list[str] = []
         self.steady = False
-        self.iteration = 0
+        self.iteration = self.allocated_bytes = self.peak_bytes = 0
         self.initialized = False
         self.register_status = self.last_error = 0
         self.capturing: threading.Thread | None = None
@@ -163,7 +176,9 @@ class FakeCuda:
 
     def block_of(self, tensor: torch.Tensor) -> Block:
         """Return the block of a tensor's memory. Memory that was not allocated here is pageable host memory."""
-        storage = tensor.untyped_storage()
+        return self._block_at(tensor.untyped_storage())
+
+    def _block_at(self, storage: Any) -> Block:
         low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         with self.lock:
             place = bisect.bisect_right(self._lows, low) - 1
@@ -181,18 +196,27 @@ class FakeCuda:
 
     def allocated(self, tensor: torch.Tensor, place: Place) -> None:
         """Register the new memory of a tensor that an operation has returned."""
-        storage = tensor.untyped_storage()
+        self._allocated(tensor.untyped_storage(), place)
+
+    def _allocated(self, storage: Any, place: Place) -> None:
         if not storage.nbytes():
             return
         block = Block(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), place, self.current)
         with self.lock:
             if place is Place.GPU:
                 self._reuse(block.stream)
+                self.allocated_bytes += block.high - block.low
+                self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             self._insert(block)
         weakref.finalize(storage, self._freed, block).atexit = False
 
     def _freed(self, block: Block) -> None:
         with self.lock:
+            if block.freed:
+                return
+            block.freed = True
+            if block.place is Place.GPU:
+                self.allocated_bytes -= block.high - block.low
             if self._active and (block.place is Place.GPU or block.registered):
                 pending = [access for access in block.accesses if access.actor not in block.streams_recorded]
                 self._returned.setdefault(block.stream, []).extend(pending)
@@ -201,6 +225,21 @@ class FakeCuda:
             place = bisect.bisect_left(self._lows, block.low)
             if place < len(self._blocks) and self._blocks[place] is block:
                 del self._blocks[place], self._lows[place]
+
+    def resize(self, storage: Any, n_bytes: int, *, real: Callable[..., Any]) -> Any:
+        """Stand in for `UntypedStorage.resize_`, which returns the old memory to the allocator and takes new memory."""
+        if storage.nbytes():
+            block = self._block_at(storage)
+            storage.on_gpu = block.place is Place.GPU
+            if storage.on_gpu:
+                self._freed(block)
+        real(storage, n_bytes)
+        if getattr(storage, "on_gpu", False):
+            self._allocated(storage, Place.GPU)
+        return storage
+
+    def _reset_peak(self, device: Any = None) -> None:
+        self.peak_bytes = self.allocated_bytes
 
     def _reuse(self, stream: Any) -> None:
         """Report work on other streams that is still pending in memory that returns to a stream's pool."""
@@ -213,6 +252,10 @@ class FakeCuda:
     @staticmethod
     def _name(actor: Any) -> str:
         return "the host" if actor == HOST else f"stream {actor}"
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes of GPU memory that tensors occupy."""
+        return sum(block.high - block.low for block in self._blocks if block.place is Place.GPU)
 
     def span(self, tensor: torch.Tensor) -> tuple[int, int]:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -311,6 +354,16 @@ class FakeCuda:
 
         return observed_run
 
+    @staticmethod
+    def _unchecked(wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the `wait` of Gloo's works, whose copies an NCCL work does not make, without a check."""
+
+        def unchecked(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._DisableTorchDispatch():
+                return wait(*args, **kwargs)
+
+        return unchecked
+
     def make_stream(self, device: Any = None, priority: int = 0, **_: Any) -> Stream:
         """Return a stream of PyTorch's pool, which has 32 streams per priority and uses them in turn."""
         kind = min(0, max(-1, priority))
@@ -345,11 +398,16 @@ class FakeCuda:
             name = threading.current_thread().name
             self._report(self.problems, f"thread {name} makes a context on GPU {self.current_device()}")
 
+    def _captures(self) -> bool:
+        """Return whether the current stream of this thread is being captured. Backward passes use their caller's."""
+        threads = threading.current_thread(), getattr(self._thread, "caller", None)
+        return self.capturing is not None and self.capturing in threads
+
     def polls(self, what: str) -> None:
         """Report a call that is forbidden while another thread captures a graph in the default mode."""
         self._uses_device()
         thread_local = getattr(self._thread, "capture_mode", 0) != 0
-        if self.capturing is not None and self.capturing is not threading.current_thread() and not thread_local:
+        if self.capturing is not None and not self._captures() and not thread_local:
             self._report(
                 self.problems, f"{what} in thread {threading.current_thread().name} invalidates a graph capture"
             )
@@ -401,12 +459,52 @@ class FakeCuda:
             cudaThreadExchangeStreamCaptureMode=exchange_capture_mode,
         )
 
+    # ── DDP and autograd, which are written in C++ ───────────────────────────────────────────────────────────────
+
+    def _reducer_class(self, real: Any) -> Any:
+        """Return a subclass of DDP's reducer whose buckets are on the GPU, as those of a model on a GPU are."""
+
+        def on_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                self._thread.in_reducer = True
+                try:
+                    return method(*args)
+                finally:
+                    self._thread.in_reducer = False
+
+            return call
+
+        names = {name: on_gpu(getattr(real, name)) for name in ("__init__", "_rebuild_buckets")}
+        return type("Reducer", (real,), names)
+
+    def _in_device_thread(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs a backward pass in a thread of the GPU, as autograd does.
+
+        Hooks and callbacks run in this thread too, on the caller's stream.
+        """
+        thread = ThreadPoolExecutor(1, "autograd of the GPU")
+        self._stack.callback(thread.shutdown)
+
+        def run(caller: threading.Thread, stream: Stream, *args: Any, **kwargs: Any) -> Any:
+            self.set_device(self.index)
+            self._thread.caller, self._thread.stream = caller, stream
+            return real(*args, **kwargs)
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if hasattr(self._thread, "caller"):  # a nested pass
+                return real(*args, **kwargs)
+            return thread.submit(run, threading.current_thread(), self.current_stream(), *args, **kwargs).result()
+
+        return run_backward
+
     # ── in force ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> FakeCuda:
         self._stack = contextlib.ExitStack()
         real_library, gpu = ctypes.CDLL, torch.device("cuda", self.index)
-        properties = SimpleNamespace(uuid=f"gpu of process {os.getpid()}", name="fake", total_memory=1 << 34)
+        properties = SimpleNamespace(
+            uuid=f"gpu of process {os.getpid()}", name="fake", total_memory=1 << 34, major=9, minor=0
+        )
         release = RELEASES[self.release]
 
         def place(tensor: torch.Tensor) -> torch.device:
@@ -415,9 +513,12 @@ class FakeCuda:
             real = real_device(tensor)
             if (inner := getattr(tensor, "_local_tensor", None)) is not None:  # a DTensor
                 return place(inner)
-            if real.type != "cpu" or not tensor.numel():
+            if real.type != "cpu" or not tensor.untyped_storage().nbytes():
                 return real
             return gpu if self.block_of(tensor).place is Place.GPU else real
+
+        def make_event(event: Event, enable_timing: bool = False, **_: Any) -> None:
+            Event.__init__(event, self, timed=enable_timing)
 
         cuda = {
             "is_available": lambda: True,
@@ -427,17 +528,20 @@ class FakeCuda:
             "set_device": self.set_device,
             "device": self.device,
             "Stream": self.make_stream,
-            "Event": lambda enable_timing=False, **_: Event(self, timed=enable_timing),
+            "Event": type("Event", (Event,), {"__init__": make_event}),
             "ExternalStream": self.external_stream,
             "stream": self.on,
             "current_stream": self.current_stream,
             "default_stream": lambda device=None: self._default,
             "synchronize": self.synchronize,
             "cudart": self.cudart,
+            "memory_allocated": lambda device=None: self.allocated_bytes,
+            "max_memory_allocated": lambda device=None: self.peak_bytes,
+            "reset_peak_memory_stats": self._reset_peak,
             "mem_get_info": lambda device=None: (1 << 33, 1 << 34),
             "get_device_properties": lambda device=None: properties,
             "get_device_name": lambda device=None: "fake",
-            "is_current_stream_capturing": lambda: self.capturing is threading.current_thread(),
+            "is_current_stream_capturing": self._captures,
             "_sleep": lambda cycles: self.access(self.current, "_sleep", [], []),
         }
         nccl_version = tuple(map(int, release["nccl"].split(".")))
@@ -448,8 +552,17 @@ class FakeCuda:
             patch.object(torch.version, "cuda", release["cuda"]),
             patch.object(dist, "is_nccl_available", lambda: True),
             patch.object(dist, "ProcessGroupNCCL", self.nccl.group_class(), create=True),
+            patch.object(dist.Work, "wait", self._unchecked(dist.Work.wait)),
+            patch.object(dist, "Reducer", self._reducer_class(dist.Reducer)),
+            patch.object(dist.ProcessGroup, "_register_backend", self.nccl.registering()),
+            patch.object(torch.autograd, "_engine_run_backward", self._in_device_thread(_engine_run_backward)),
             patch.object(threading.Thread, "run", self._observe(threading.Thread.run)),
             patch.object(modes, "_disable_current_modes", contextlib.nullcontext),  # keeps the checker's mode
+            patch.object(
+                torch.UntypedStorage,
+                "resize_",
+                lambda storage, n_bytes, real=torch.UntypedStorage.resize_: self.resize(storage, n_bytes, real=real),
+            ),
             patch.object(ctypes, "CDLL", functools.partial(self.runtime, real=real_library)),
             patch.object(torch.Tensor, "device", property(place), create=True),
             patch.object(torch.Tensor, "is_cuda", property(lambda tensor: place(tensor).type == "cuda"), create=True),
@@ -529,7 +642,8 @@ class Event:
     def synchronize(self) -> None:
         cuda = self._cuda
         cuda.polls("a wait for an event")
-        if cuda.steady and self._iteration == cuda.iteration and threading.current_thread() is threading.main_thread():
+        trains = threading.current_thread() is threading.main_thread() or hasattr(cuda._thread, "caller")
+        if cuda.steady and self._iteration == cuda.iteration and trains:
             cuda._report(cuda.blocking, "Event.synchronize, of an event of this iteration")
         cuda.order_after(HOST, self.clock)
 
@@ -656,19 +770,23 @@ class _Operations(TorchDispatchMode):
             given = kwargs.get(argument.name) if argument.kwarg_only or number >= len(args) else args[number]
             options[argument.name] = given
             info = argument.alias_info
-            (writes if info is not None and info.is_write else reads).extend(_tensors(given))
+            is_write = HIDDEN_WRITES.get(name) == number or (info is not None and info.is_write)
+            (writes if is_write else reads).extend(_tensors(given))
+        if func.namespace == "c10d" and torch._C._len_torch_dispatch_stack():
+            return func(*args, **kwargs)  # a process group in Python calls another group, which is checked
         if any(is_traceable_wrapper_subclass(tensor) for tensor in (*reads, *writes)):
             return NotImplemented  # a DTensor repeats the operation on its local parts
         if any(real_device(tensor).type != "cpu" for tensor in (*reads, *writes)):  # such as a FakeTensor
             return func(*args, **kwargs)
         inputs = [tensor for tensor in (*reads, *writes) if tensor.numel()]
-        on_gpu = any(cuda.block_of(tensor).place is Place.GPU for tensor in inputs)
+        stored = [tensor for tensor in (*reads, *writes) if tensor.untyped_storage().nbytes()]  # also empty slices
+        on_gpu = any(cuda.block_of(tensor).place is Place.GPU for tensor in stored)
         out = func(*args, **kwargs)
         if func.is_view:
             return out
-        place = (
-            Place.GPU if (on_gpu if options.get("device") is None else options["device"] == MEMORY) else Place.PAGEABLE
-        )
+        device = options.get("device")
+        made_on_gpu = on_gpu if device is None else device == MEMORY or getattr(cuda._thread, "in_reducer", False)
+        place = Place.GPU if made_on_gpu else Place.PAGEABLE
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         fresh = [
             tensor
@@ -684,7 +802,8 @@ class _Operations(TorchDispatchMode):
         cuda.access(cuda.current if on_gpu or place is Place.GPU else HOST, name, reads, [*writes, *fresh])
         if name in HOST_WAITS and on_gpu:
             cuda.host_waits(name)
-        places = {cuda.block_of(tensor).place for tensor in (*inputs, *fresh) if tensor.dim() or len(inputs) == 1}
+        alone = len(inputs) == 1 or name == "copy_"  # other operations take scalars of the CPU as arguments of kernels
+        places = {cuda.block_of(tensor).place for tensor in (*inputs, *fresh) if tensor.dim() or alone}
         crosses = len(places) > 1 and "copy" in name
         if crosses and (Place.PAGEABLE in places or not options.get("non_blocking")):
             cuda.host_waits(f"{name} between the GPU and {'/'.join(sorted(p.value for p in places - {Place.GPU}))}")
@@ -724,6 +843,50 @@ class OnStream(torch.autograd.Function):
         return loss
 
 
+class GraphedLinear:
+    """An `nn.Linear` as `torch.cuda.make_graphed_callables` returns it: replays write to the same memory every time.
+
+    Autograd makes the gradients' memory that of `.grad`, where it is None.
+
+    Attributes:
+        gradients: memory of the gradients of weight and bias.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, rows: int) -> None:
+        """Allocate the graph's memory for inputs of `rows` rows."""
+        weight, bias = linear.weight, linear.bias
+        self._params, self.gradients = (weight, bias), (torch.zeros_like(weight.data), torch.zeros_like(bias.data))
+        self._inputs, self._outputs = weight.new_zeros(rows, weight.shape[1]), weight.new_zeros(rows, weight.shape[0])
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Replays.apply(self, inputs, *self._params)
+        return found
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Replay the forward pass's graph on the current stream."""
+        weight, bias = self._params
+        self._inputs.copy_(inputs)
+        torch.addmm(bias.detach(), self._inputs, weight.detach().t(), out=self._outputs)
+        return self._outputs.detach()
+
+    def backward(self, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Replay the backward pass's graph on the current stream."""
+        torch.mm(gradient.t(), self._inputs, out=self.gradients[0])
+        torch.sum(gradient, 0, out=self.gradients[1])
+        return gradient @ self._params[0].detach(), *(each.detach() for each in self.gradients)
+
+
+class _Replays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: GraphedLinear, inputs: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.graph = graph
+        return graph.forward(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, *ctx.graph.backward(gradient)
+
+
 # ── NCCL ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -751,8 +914,9 @@ class FakeNccl:
             cuda._report(cuda.problems, "two threads use NCCL at once")
             self._issuing.acquire()
         try:
-            for tensor in (*reads, *writes):
-                if (tensor.data_ptr() - cuda.block_of(tensor).low) % 16:
+            for tensor in filter(torch.Tensor.numel, (*reads, *writes)):
+                moved = what in ("broadcast", "all-to-all")  # parts of any size
+                if not moved and (tensor.data_ptr() - cuda.block_of(tensor).low) % 16:
                     cuda._report(cuda.problems, f"{what}: a buffer is not aligned to 16 bytes")
                 if not tensor.is_cuda:
                     cuda._report(cuda.problems, f"{what}: a buffer is not on the GPU")
@@ -765,6 +929,16 @@ class FakeNccl:
             self.launches.append((group, what, stream))
         finally:
             self._issuing.release()
+
+    def registering(self) -> Callable[..., None]:
+        """Return `ProcessGroup._register_backend`, which ignores imitated groups, because C++ cannot call them."""
+        real = dist.ProcessGroup._register_backend
+
+        def register(group: Any, device: torch.device, kind: Any, backend: Any) -> None:
+            if not hasattr(backend, "nccl"):
+                real(group, device, kind, backend)
+
+        return register
 
     def group_class(self) -> type:
         """Return `ProcessGroupNCCL` with the attributes of the release."""
@@ -829,17 +1003,17 @@ class _Group:
         self.nccl.launch(self._number, what, reads, writes, stream)
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             act()
-        return None if at_once else _Work(cuda, cuda.now(stream))
+        return None if at_once else _Work(cuda, cuda.now(stream), writes)
 
     def _reduce(self, tensor: torch.Tensor, op: Any) -> None:
         kind, factor = op.__getstate__() if hasattr(op, "__getstate__") else (op, None)
         scale = {"AVG": 1.0 / self._size, "PREMUL_SUM": factor}.get(getattr(kind, "name", str(kind)).split(".")[-1])
+        if scale is not None:
+            tensor.mul_(scale)  # NCCL multiplies floating-point numbers before it sums them, see `hostToDevRedOp`
         if self._inner is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.SUM if scale is not None else op
             self._inner.allreduce([tensor], options).wait()
-        if scale is not None:
-            tensor.mul_(scale)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         given = options if hasattr(options, "asyncOp") else None
@@ -865,8 +1039,34 @@ class _Group:
 
         return self._start("all-gather", [share], [tensor], options, act)
 
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        def act() -> None:
+            if self._inner is not None:
+                inner = dist.BroadcastOptions()
+                inner.rootRank = options.rootRank
+                self._inner.broadcast(tensors, inner).wait()
+
+        return self._start("broadcast", [], tensors, options, act)
+
+    def alltoall_base(
+        self, received: torch.Tensor, sent: torch.Tensor, source: list[int], to: list[int], options: Any
+    ) -> Any:
+        assert received.numel() == sum(source)
+        assert sent.numel() == sum(to)
+
+        def act() -> None:
+            if self._inner is None:
+                received.copy_(sent)
+            else:
+                self._inner.alltoall_base(received, sent.clone(), source, to).wait()
+
+        return self._start("all-to-all", [sent], [received], options, act)
+
     def get_error(self) -> Any:
         return SimpleNamespace(name=self.problem)
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"suspend": 0, "suspended": 0, "persist": 1 << 28, "total": 1 << 29}
 
     def shutdown(self) -> None:
         self.ended = self.ended or "shutdown"
@@ -878,12 +1078,20 @@ class _Group:
         self.ended = self.ended or "abort"
 
 
-class _Work:
+class _Work(dist.Work):
     """Stand-in for `ProcessGroupNCCL`'s work object."""
 
-    def __init__(self, cuda: FakeCuda, clock: Clock) -> None:
-        self._cuda, self._clock = cuda, clock
+    def __init__(self, cuda: FakeCuda, clock: Clock, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._cuda, self._clock, self._outputs = cuda, clock, outputs
 
-    def wait(self) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
         self._cuda.order_after(self._cuda.current, self._clock)
         return True
+
+    def get_future(self) -> Any:
+        """Return a future that has ended. DDP's C++ code waits for it, which nothing can observe, so wait here."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future

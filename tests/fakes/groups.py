@@ -31,7 +31,13 @@ class LoneGroup:
     def error(self) -> str:
         return self.problem
 
+    def memory_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
         self.closed = True
 
 

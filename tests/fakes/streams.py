@@ -141,7 +141,11 @@ class FakeDevice:
         self._stash = [(event, kept) for event, kept in self._stash if not event.reached.is_set()]
         self._stash.append((self.record_event(), list(tensors)))
 
-    def release(self) -> None:
+    def release(self, *, forget: bool = True) -> None:
+        with self.on(self._side):
+            packed = self.record_event()
+        for stream in {self._default, self.current}:
+            stream.put(packed.reached.wait)
         self._stash.clear()
 
     def record_event(self, *, timed: bool = False) -> FakeEvent:
@@ -233,7 +237,13 @@ class FakeGroup:
     def error(self) -> str:
         return self.problem
 
+    def memory_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
         self.closed = True
 
 

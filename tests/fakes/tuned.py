@@ -91,6 +91,16 @@ class KnobJob(TunableTarget[Knobs]):
             self.controller.iteration_ended()
         return self.iterations_run - begun
 
+    def train(self, iterations: int, span_s: Callable[[Knobs], float]) -> None:
+        """Run iterations, with refinements of the kept setting (see `run`)."""
+        self._span_s = span_s
+        for _ in range(iterations):
+            self.iterations_run += 1
+            if self.controller.searching:
+                self.controller.iteration_ended()
+            else:
+                self.controller.refine(self)
+
     def recall(self) -> TuningSession | None:
         return self.search_of_knobs.recall(self._layouts, self._space, self._before, place=self._place)
 
@@ -99,6 +109,9 @@ class KnobJob(TunableTarget[Knobs]):
 
     def search(self, session: TuningSession | None) -> TuningSession:
         return self.search_of_knobs.search(session, self._space, self._space, self._make_model)
+
+    def refine(self, session: TuningSession, iterations_left: int) -> bool:
+        return self.search_of_knobs.refine(session, iterations_left, self._space)
 
     def apply(self, knobs: Knobs) -> None:
         if knobs in self.broken:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ window.addEventListener("load", () => {
     const seen = {
       plots,
       words: asked.map(plot => plot.querySelector("svg text")).map(text => luminance(getComputedStyle(text).fill)),
+      width: window.innerWidth,
       overflow: document.documentElement.scrollWidth - window.innerWidth,
       text: parseFloat(style.fontSize),
       contrast: Math.abs(luminance(style.color) - luminance(style.backgroundColor)),
@@ -44,7 +46,7 @@ window.addEventListener("load", () => {
     const out = document.createElement("pre");
     out.id = "seen";
     out.textContent = JSON.stringify(seen);
-    document.body.append(out);
+    parent.document.body.append(out);
   };
   setTimeout(look, 300, 40);
 });
@@ -81,7 +83,10 @@ def test_a_report_is_drawn_and_readable(page: Path, width: int, dark: bool, tmp_
     assert whole.count('class="main-svg"') >= page.read_text().count("Plotly.newPlot(")
     looked_at = tmp_path / "looked_at.html"
     text = re.sub(r"<meta http-equiv=.?Content-Security-Policy[^>]*>", "", page.read_text(), flags=re.IGNORECASE)
-    looked_at.write_text(text + LOOK)
+    # In a frame, because a window is at least 500 pixels wide.
+    looked_at.write_text(
+        f'<iframe width="{width}" height="2000" style="border:0" srcdoc="{escape(text + LOOK)}"></iframe>'
+    )
     found = re.search(
         r'<pre id="seen">(.*?)</pre>', opened(looked_at.as_uri(), tmp_path / "profile", width=width, dark=dark)
     )
@@ -89,7 +94,7 @@ def test_a_report_is_drawn_and_readable(page: Path, width: int, dark: bool, tmp_
     seen = json.loads(found[1])
     assert seen["plots"]
     assert 0 not in seen["plots"]
-    assert seen["overflow"] <= 0
+    assert (seen["width"], seen["overflow"] <= 0) == (width, True)
     assert seen["text"] >= 14
     assert seen["contrast"] > 0.6
     assert all(abs(words - seen["ground"]) > 0.6 for words in seen["words"])

@@ -170,6 +170,13 @@ MUTANTS = (
         ON_GPUS,
     ),
     Mutant(
+        "the host waits for the residuals of a GPU",
+        "comm/compress.py",
+        "if residual.is_cuda or not bool(",
+        "if not bool(",
+        ON_GPUS,
+    ),
+    Mutant(
         "the thread of eager operations uses GPU 0",
         "comm/collectives/engine.py",
         "                    gpu.enter_thread()\n",
@@ -434,8 +441,8 @@ MUTANTS = (
                 "    if found != expected:\n",
                 "    if found < expected:\n",
             ),
-            "bytes that are lost where a frame wraps": (
-                "            self._inbound[:left] = self._inbound[self._begin : self._end]\n",
+            "bytes that are lost where a header is divided": (
+                "                buffer[:kept] = self._rest\n",
                 "",
             ),
             "memory that is said to be free and is sent later": (
@@ -468,6 +475,21 @@ MUTANTS = (
                 "kind = PeerLostError",
             ),
         },
+    ),
+    *wrong_in(
+        "comm/control/members.py",
+        "simulation/test_scale.py share",
+        {"ranks that all connect to rank 0 first": ("in reversed(range(rank))", "in range(rank)")},
+    ),
+    *wrong_in(
+        "comm/control/plane.py",
+        "simulation/test_scale.py share",
+        {"ranks that all measure at once": ("time.sleep(APART_S * self.rank)", "pass")},
+    ),
+    *wrong_in(
+        "comm/control/watchdog.py",
+        "simulation/test_scale.py whom",
+        {"each rank asks all others": ("if self._is_lowest_waiting(wait):", "if True:")},
     ),
     *wrong_in(
         HANDSHAKE,
@@ -531,8 +553,8 @@ MUTANTS = (
         f"{OF_CHECKPOINTS} written_again",
         {
             "a commit that cannot be written over": (
-                "            shutil.rmtree(final, ignore_errors=True)  # written",
-                "            # written",
+                "            shutil.rmtree(final, ignore_errors=True)  # exists",
+                "            pass",
             ),
         },
     ),

@@ -285,7 +285,7 @@ def what_cannot_be_compressed_is_told() -> None:
     if hvd.size() == 2:
         raises(
             ConfigError,
-            "op=Adasum requires",
+            "op=Adasum supports only",
             lambda: hvd.DistributedOptimizer(sgd, compression=hvd.Compression.int8, op=hvd.Adasum),
         )
         first = hvd.DistributedOptimizer(sgd, [("w", weight)], hvd.Compression.int8)

@@ -36,7 +36,7 @@ if size > 1:
     with pytest.raises(MismatchError, match=f"the plan.*rank {size - 1} has odd"):
         control.require_equal("odd" if rank == size - 1 else "same", "the plan")
 
-store, address = control.store()
+store, address = control.store(), control.address()
 store.set(f"rank{rank}", str(rank))
 assert [store.get(f"rank{other}").decode() for other in range(size)] == [str(other) for other in range(size)]
 assert address == "127.0.0.1"

@@ -7,6 +7,7 @@ and compares each step with a model that gets all ranks' batches.
 import copy
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -336,8 +337,6 @@ def what_cannot_be_attached_is_refused() -> None:
     built_in = DistributedDataParallel(dense_model())
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     refused(built_in, "remove register_comm_hook")
-    hook = partial(attached(dense_model()).register_comm_hook, None, allreduce_hook)
-    raises(TypeError, "a communication hook cannot be registered", hook)
     for rank in ranks():
         alone = dist.new_group([rank])
         if rank == dist.get_rank() and len(ranks()) > 1:
@@ -354,6 +353,37 @@ def a_model_whose_job_has_ended_trains_no_more_but_computes() -> None:
     again = DistributedDataParallel(wrapped.module)
     ddp.attach(again)
     gradients_alike(again, again, dense_model(), dense_loss, 0)
+
+
+def a_detached_model_is_reduced_by_ddp_and_may_be_attached_again() -> None:
+    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        model = dense_model()
+        alone, wrapped = copy.deepcopy(model), attached(model, **options)
+        for step in range(8):
+            gradients_alike(model, wrapped, alone, dense_loss, step)
+            if step in (1, 5):
+                assert ddp.detach(wrapped)
+                assert type(wrapped.reducer) is dist.Reducer
+                assert wrapped.find_unused_parameters == ("find_unused_parameters" in options)
+            if step == 3:
+                own = weakref.ref(wrapped.reducer)
+                ddp.attach(wrapped)
+                assert own() is None, "attach() frees DDP's reducer with its buckets"
+        assert not ddp.detach(wrapped)
+
+
+def a_communication_hook_detaches_the_model() -> None:
+    for register in (
+        lambda wrapped: wrapped.register_comm_hook(None, allreduce_hook),
+        lambda wrapped: wrapped._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    ):
+        model = dense_model()
+        alone, wrapped = copy.deepcopy(model), attached(model)
+        gradients_alike(model, wrapped, alone, dense_loss, 0)
+        register(wrapped)
+        assert not ddp.is_attached(wrapped)
+        for step in (1, 2):
+            gradients_alike(model, wrapped, alone, dense_loss, step)
 
 
 def its_ranks_are_those_of_the_process_group() -> None:

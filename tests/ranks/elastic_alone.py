@@ -101,6 +101,28 @@ def a_failure_goes_back_to_the_last_commit_and_its_random_numbers() -> None:
     assert drawn[0] == drawn[1]
 
 
+def a_step_that_a_failure_interrupts_is_unscaled_again() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler, calls = torch.amp.GradScaler("cpu", init_scale=64.0), []
+
+    def train(state: Any) -> list[float]:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.tensor([[1.0, 2.0]])).sum()).backward()
+        scaler.unscale_(optimizer)
+        calls.append(state.step)
+        if len(calls) == 1:
+            raise hvd.HorovodInternalError("as if a rank were lost")
+        assert model.weight.grad is not None
+        gradient: list[float] = model.weight.grad.flatten().tolist()
+        scaler.step(optimizer)
+        scaler.update()
+        return gradient
+
+    assert play(train, step=0)[0] == [1.0, 2.0]
+    optimizer.close()
+
+
 def callbacks_are_called_after_the_new_beginning_and_may_fail() -> None:
     said: list[tuple[int, int]] = []
 
@@ -167,7 +189,7 @@ def a_process_set_that_does_not_fit_says_so_when_it_is_used() -> None:
     hvd.shutdown()
     pair = hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[pair])
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] does not fit the 1 ranks"):
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] cannot be used, because the job has only 1 ranks"):
         hvd.allreduce(torch.ones(1), process_set=pair)
     assert pair.included() is None
     inside: list[Any] = []
@@ -176,7 +198,7 @@ def a_process_set_that_does_not_fit_says_so_when_it_is_used() -> None:
         if not inside:
             inside.append(pair)
             raise hvd.HorovodInternalError("as if a rank were lost")
-        with pytest.raises(ValueError, match="does not fit"):  # raised during training
+        with pytest.raises(ValueError, match="cannot be used, because the job has only"):  # raised during training
             hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1), process_set=pair)
 
     play(train)

@@ -117,7 +117,7 @@ def it_is_the_first_trial_where_a_job_is_tuned() -> None:
 
 def what_cannot_be_read_or_must_run_and_does_not_fit_is_an_error_on_all_ranks() -> None:
     with common_folder() as folder:
-        with settings(plan=str(folder / "nowhere")), pytest.raises(ConfigError, match=r"nowhere .* cannot be read"):
+        with settings(plan=str(folder / "nowhere")), pytest.raises(ConfigError, match="nowhere cannot be read"):
             trained(1)
         optimized(folder / "first")
         refused = pytest.raises(ConfigError, match="is for other gradients: 6 of")

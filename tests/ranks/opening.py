@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -100,6 +101,19 @@ def no_descriptors_left() -> None:
         router.open_plan(plan_of(GLOO, 24))
     router.open_plan(plan_of(GLOO, 4))
     reduces_right(router, plan_of(GLOO, 4))
+    router.close()
+
+
+def no_threads_left() -> None:
+    router = Router(control, timeout_s=30.0)
+    router.open_plan(plan_of(GLOO, 2))
+    before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    threads = threading.active_count()
+    with limit(resource.RLIMIT_AS, before + 100 * 2**20):  # enough for some threads
+        with pytest.raises(TransportError, match=r"threads cannot be started: .*; the limit of .* ulimit -v"):
+            router.open_plan(plan_of(GLOO, 24))
+        assert threading.active_count() == threads
+        reduces_right(router, plan_of(GLOO, 2))
     router.close()
 
 

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import math
 import os
 import pickle
 import random
@@ -210,33 +209,6 @@ def plans_that_change_in_mid_training() -> None:
     warmup = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"])
     assert_same_training(mlp(), mean_square, step=step, steps=min(warmup, 100) + 10, tolerance=1e-10)
     assert len(seen) > 2 or warmup < 40 or hvd.size() == 1
-
-
-def scaled_losses_and_an_overflow_on_one_rank() -> None:
-    def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        bad = math.inf if iteration == 2 and rank == hvd.size() - 1 else 1.0
-        return mean_square(model, rank, iteration) * bad
-
-    scalers: dict[int, torch.amp.GradScaler] = {}
-
-    def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-        scaler = scalers.setdefault(id(optimizer), torch.amp.GradScaler("cpu", init_scale=1024.0))
-        optimizer.zero_grad()
-        scaler.scale(loss()).backward()
-        if hasattr(optimizer, "synchronize"):
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-        else:
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-        scaler.update()
-
-    model = mlp(torch.float32)
-    assert_same_training(model, loss, step=step, tolerance=2e-5)
-    assert all(param.isfinite().all() for param in model.parameters())
-    assert {scaler.get_scale() for scaler in scalers.values()} == {512.0}
 
 
 def a_compiled_model() -> None:

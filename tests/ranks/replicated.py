@@ -231,13 +231,13 @@ def what_does_not_fit_is_refused() -> None:
     model = replicated(dense_model())
     raises(ConfigError, "attached already", lambda: fsdp.attach(model))
     left = replicated(dense_model(), attach=False)
-    raises(ConfigError, "and carries=False", lambda: fsdp.attach(left, carries=False))
+    raises(ConfigError, "nor carries=False", lambda: fsdp.attach(left, carries=False))
     left.set_all_reduce_hook(lambda _: None)
     raises(ConfigError, "set_all_reduce_hook", lambda: fsdp.attach(left))
     with torch.device("meta"):
         empty = dense_model()
     replicated(empty, attach=False)
-    raises(ConfigError, "after the parameters are initialised", lambda: fsdp.attach(empty))
+    raises(ConfigError, "before the parameters were initialised", lambda: fsdp.attach(empty))
 
 
 def modules_may_be_sharded_beside_replicated_ones() -> None:

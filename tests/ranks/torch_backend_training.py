@@ -183,7 +183,7 @@ def two_ddp_models_attach_themselves_in_turns() -> None:
     assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
-def ranks_that_join_from_the_beginning_keep_ddp() -> None:
+def ranks_that_join_from_the_beginning_are_attached_afterwards() -> None:
     def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         with model.join():
             for step in range(2 * me()):  # rank 0 has no data
@@ -195,7 +195,7 @@ def ranks_that_join_from_the_beginning_keep_ddp() -> None:
         optimizer.state.clear()
         steps(model, optimizer)
 
-    assert not isinstance(beside_gloo(play).reducer, IdleReducer)
+    assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def parameters_may_be_frozen_in_the_first_step() -> None:

@@ -156,13 +156,13 @@ def test_a_long_path_takes_linear_time_and_a_cycle_has_no_fingerprint() -> None:
     nodes = (A,) * 20_000
     edges = [(index, index + 1) for index in range(19_999)]
     assert fingerprint(model_graph(nodes, edges)) != fingerprint(model_graph(nodes[1:], edges[:-1]))
-    with pytest.raises(RegistryError, match="must not have a cycle"):
+    with pytest.raises(RegistryError, match="it has a cycle"):
         fingerprint(model_graph(nodes, [*edges, (19_999, 19_990)]))
 
 
 @pytest.mark.parametrize("edges", [[(0, 0)], [(0, 2)], [(-1, 0)], [(0, 1), (0, 1)]], ids=str)
 def test_edges_that_do_not_fit_are_refused(edges: list[tuple[int, int]]) -> None:
-    with pytest.raises(RegistryError, match=r"must connect two different nodes .* found the edge"):
+    with pytest.raises(RegistryError, match=r"of 2 nodes is damaged: it has the invalid edge"):
         model_graph((A, B), edges)
 
 
@@ -189,7 +189,7 @@ GOOD: dict[str, Any] = {"directed": True, "nodes": [["A", "", 0], ["B", "3x3", 9
         ({"edges": [[0, 1]]}, r"model.edges\[0\]"),
         ({"edges": [[0, 1.5, ""]]}, r"model.edges\[0\]\[1\]"),
         ({"edges": [[0, 1, "fast"]]}, r"model.edges\[0\]\[2\]"),
-        ({"edges": [[0, 7, ""]]}, "of 2 nodes must connect two different nodes"),
+        ({"edges": [[0, 7, ""]]}, "of 2 nodes is damaged"),
         ({"more": 1}, "unknown field more"),
     ],
 )

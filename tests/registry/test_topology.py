@@ -85,7 +85,7 @@ def test_the_distance_of_links_counts_doublings_of_what_both_have_measured() -> 
     ("change", "message"),
     [
         ({"places": []}, "1 to"),
-        ({"places": [[0, "cpu", None], [2, "cpu", None]]}, "numbered"),
+        ({"places": [[0, "cpu", None], [2, "cpu", None]]}, "each with a rank"),
         ({"places": [[0, "cpu"]]}, r"topology.places\[0\]"),
         ({"places": [[True, "cpu", None]]}, r"topology.places\[0\]\[0\]"),
         ({"places": [[0, "cpu", -1]]}, r"topology.places\[0\]\[2\]"),

@@ -29,7 +29,7 @@ from sirtaki.registry.graph import (
     normalised,
 )
 from sirtaki.registry.opening import open_store
-from sirtaki.registry.schema import JobRecord
+from sirtaki.registry.schema import JobRecord, local_time
 from sirtaki.registry.store import Store
 from sirtaki.registry.warm_start import (
     MODEL_WEIGHT,
@@ -231,10 +231,12 @@ def test_a_jobs_own_entry_is_not_its_neighbour_and_takes_no_place(store: Store) 
 
 
 def test_a_jobs_own_entry_is_explained_as_such() -> None:
-    start = suited(make_entry(), distance=0.0)
+    entry = make_entry()
+    start = suited(entry, distance=0.0)
     assert start.knobs == KNOBS
     assert start.explanation == (
-        "Net on 4 ranks on 2 hosts: starting from an earlier job's setting, 2.00× faster (not proved) than the default"
+        f"Net on 4 ranks on 2 hosts: starting from an earlier job's setting (entry {entry.id[:8]}, stored "
+        f"{local_time(entry.created_s)}), 2.00× faster (not proved) than the default"
     )
     assert "ended early" in suited(make_entry(complete=False)).explanation
 

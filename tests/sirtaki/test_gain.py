@@ -51,5 +51,5 @@ def test_two_combined_gains_are_between_them_and_more_certain_than_either() -> N
 @pytest.mark.parametrize("values", [(1.0, 1.1, 1.2), (1.0, 0.0, 1.2), (1.0, 0.9, math.inf), (math.nan, 1.0, 1.0)])
 def test_an_invalid_interval_is_rejected(values: tuple[float, float, float]) -> None:
     times, low, high = values
-    with pytest.raises(TuningError, match="interval"):
+    with pytest.raises(TuningError, match="Gain: expected 0 < low <= times <= high"):
         Gain(times=times, low=low, high=high)

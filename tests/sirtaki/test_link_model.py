@@ -64,7 +64,7 @@ def test_clusters_that_cannot_be_are_refused(changes):
 
 
 def test_a_ring_of_one_rank_has_no_correction():
-    with pytest.raises(TuningError, match="at least two"):
+    with pytest.raises(TuningError, match="at least 2"):
         LinkModel(alpha_s=1.0, throughput=(1.0,)).rescaled(from_ranks=1, to_ranks=4)
 
 

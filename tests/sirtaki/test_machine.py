@@ -1,3 +1,4 @@
+import errno
 import mmap
 import os
 import re
@@ -30,6 +31,31 @@ def cgroups(monkeypatch, tmp_path):
         monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "root")
 
     return build
+
+
+def test_errors_of_exhausted_threads_and_memory_name_the_limit_with_its_value(cgroups, monkeypatch):
+    files = {
+        "pids/job/pids.max": "40\n",
+        "pids/job/pids.current": "39\n",
+        "memory/job/memory.limit_in_bytes": "2147483648",
+    }
+    cgroups("8:pids:/job\n4:memory:/job\n", files)
+    limits = {machine.resource.RLIMIT_NPROC: 50, machine.resource.RLIMIT_AS: machine.resource.RLIM_INFINITY}
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (limits[which], limits[which]))
+    assert machine.explained(RuntimeError("can't start new thread")) == (
+        "can't start new thread; the limit of threads is ulimit -u 50, pids.max 40 (39 in use); that of memory is "
+        "2 GiB of the container: raise it, or start fewer ranks on this host"
+    )
+    assert "ulimit -u 50" in machine.explained(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
+    for error in (
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("can't allocate memory"),
+    ):
+        assert "the limit of memory is 2 GiB of the container: raise it" in machine.explained(error)
+    assert machine.explained(RuntimeError("shapes differ")) == "shapes differ"
+    limits = dict.fromkeys(limits, 2**20)
+    assert "ulimit -v 1024 kB, 2 GiB of the container" in machine.explained(MemoryError())
 
 
 @pytest.mark.parametrize(

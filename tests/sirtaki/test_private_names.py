@@ -16,7 +16,10 @@ SOURCES = {
 }
 
 OF_FSDP = [
-    name for names in private.USED.values() for name in names.split() if name[0] == "_" and "_forward" not in name
+    name
+    for names in (*private.USED.values(), *private.CUSTOM.values())
+    for name in names.split()
+    if name[0] == "_" and "_forward" not in name
 ]
 
 ADAPTERS = {
@@ -26,7 +29,8 @@ ADAPTERS = {
     ),
     "FSDP2": (
         rf"distributed\.fsdp\._|\b(fsdp_params|mesh_info|{'|'.join(OF_FSDP)})\b",
-        {"sirtaki/torch/fsdp/private.py"},
+        # `attach` is loaded by `import torch`, so that it may load no other module
+        {"sirtaki/torch/fsdp/private.py", "sirtaki/attach.py"},
     ),
     "existing process groups": (
         r"distributed_c10d\._|c10d\._(world|get|new)|\._get_backend\(|bound_device_id",

@@ -1,5 +1,6 @@
 """`import torch` registers the backend "sirtaki" and loads nothing else."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sirtaki.comm.nccl_streams.transport import LAUNCH_ORDER
 from sirtaki.torch_backend import NAME, register
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +59,57 @@ def test_torch_is_imported_without_a_warning_and_without_asking_for_a_gpu() -> N
     subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
 
 
+WITHOUT_DISTRIBUTED = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "torch._C":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            for name in ("_c10d_init", "_rpc_init", "_faulty_agent_init", "_dist_autograd_init"):
+                if hasattr(module, name):
+                    delattr(module, name)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+import torch
+import sirtaki.torch_backend
+sirtaki.torch_backend.register()
+assert not torch.distributed.is_available()
+model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+model.module = torch.nn.Linear(2, 2)  # the name that DDP's constructor sets
+model(torch.ones(1, 3)).sum().backward()
+assert model[0].weight.grad.tolist() != [] and model.module.weight.grad is not None
+"""
+
+
+@pytest.mark.lengthy
+def test_a_pytorch_without_torch_distributed_trains_as_before() -> None:
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT_DISTRIBUTED],
+        cwd=ROOT, env={**os.environ, "SIRTAKI_ATTACH": "auto"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+
 @pytest.mark.lengthy
 def test_registering_loads_nothing_else() -> None:
     script = (
-        "import sys, torch; before = set(sys.modules)\n"
+        "import os, sys, torch; before = set(sys.modules)\n"
         "import sirtaki.torch_backend; sirtaki.torch_backend.register()\n"
+        "assert 'NCCL_LAUNCH_ORDER_IMPLICIT' not in os.environ\n"
+        "os.environ['SIRTAKI_ATTACH'] = 'auto'; sirtaki.torch_backend.register()\n"
+        "assert os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'] == '1'  # before NCCL reads it, at the first collective\n"
         "print(*sorted({name for name in sys.modules if name.startswith('sirtaki')} - before))"
     )
-    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert set(told.split()) <= {"sirtaki", "sirtaki.torch_backend"}
+    env = {name: value for name, value in os.environ.items() if name not in ("SIRTAKI_ATTACH", LAUNCH_ORDER)}
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    assert set(told.split()) <= {"sirtaki", "sirtaki.torch_backend", "sirtaki.attach"}

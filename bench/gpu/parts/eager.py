@@ -13,6 +13,7 @@ import torch.distributed as dist
 import sirtaki.torch as hvd
 from bench.gpu.contenders import open_group
 from bench.gpu.runner import RankRun
+from sirtaki.engine import job
 
 SIZES = (64, 1 << 18)
 """Sizes of the tensors in floats."""
@@ -22,6 +23,25 @@ def run(run: RankRun) -> None:
     """Time calls alternately. A sample is the slowest rank's time until the result is on the GPU."""
     place, control, numbers = run.place, run.control, count()
     open_group(place, run.rank, run.size)
+    mine = torch.ones(2 * run.size, 4, device=place.torch_device)
+
+    def everything() -> list[torch.Tensor]:
+        handle = hvd.allreduce_async(mine, op=hvd.Sum)
+        calls = (hvd.allgather(mine), hvd.broadcast(mine, 0), hvd.alltoall(mine), hvd.reducescatter(mine))
+        return [*calls, hvd.synchronize(handle)]
+
+    with run.check("operations run over NCCL and do not make the host wait for the GPU") as found:
+        everything()
+        assert job.current().engine.rounds.nccl is not None, "NCCL could not be used; see the log"
+        with place.synchronisations() as waits:
+            place.sleep(0.2)  # what is launched now has not begun when its call returns
+            begin_s = time.perf_counter()
+            results = everything()
+            found["host_s"] = time.perf_counter() - begin_s
+        assert not waits, "\n".join(waits)
+        assert all(bool(result.eq(1.0).all()) for result in results[:-1])
+        assert bool(results[-1].eq(run.size).all())
+        assert place.dry or found["host_s"] < 0.2, "the host waited for the GPU"
     for position, numel in enumerate(SIZES):
         tensor = torch.ones(numel, device=place.torch_device)
         calls: dict[str, Callable[[], object]] = {

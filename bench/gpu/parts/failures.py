@@ -1,4 +1,4 @@
-"""Capture a CUDA graph while Sirtaki's events are alive, which must stay valid; then kill rank 1.
+"""Capture a CUDA graph while Sirtaki's events are alive, which must stay valid; abort communicators; then kill rank 1.
 
 Rank 0 must end by itself within `EXIT_S` seconds, with an error that names rank 1.
 """
@@ -17,6 +17,9 @@ import sirtaki.torch as hvd
 from bench.gpu.contenders import Optimizer
 from bench.gpu.models import small_mlp
 from bench.gpu.runner import ProcessEnd, RankRun
+from sirtaki.comm.nccl_streams.transport import CommunicatorKey, CommunicatorPool
+from sirtaki.comm.transports.contract import ReduceOp
+from sirtaki.engine.job import DEVICE_S
 
 EXIT_S = 10.0
 """Largest number of seconds from rank 1's death to rank 0's exit."""
@@ -51,6 +54,25 @@ def run(run: RankRun) -> None:
         place.device.synchronise()
         sums = hvd.allgather(torch.stack([param.detach().sum() for param in loop.model.parameters()]).view(1, -1))
         assert torch.equal(sums[0], sums[1]), "the ranks' parameters differ"
+    with run.check("aborted communicators free the GPU, and new ones reduce") as found:
+        pool = CommunicatorPool(place.opener(run.control), limit=2, worst=lambda value: value)
+        keys = [CommunicatorKey(stream) for stream in range(2)]
+        pool.require(keys)
+        tensor = torch.ones(1 << 20, device=place.torch_device)
+        if run.rank == 0 and not place.dry:
+            for group in pool.open.values():
+                group.all_reduce(tensor, ReduceOp.SUM)  # which rank 1 does not join
+        begin_s = time.perf_counter()
+        pool.abort()
+        place.device.synchronise()
+        found["abort_s"] = time.perf_counter() - begin_s
+        assert found["abort_s"] <= DEVICE_S, found
+        run.control.barrier()
+        pool.require(keys)
+        tensor.fill_(1.0)
+        pool.open[keys[1]].all_reduce(tensor, ReduceOp.SUM)
+        assert bool((tensor == 2.0).all())
+        pool.close()
     hvd.barrier()
     if run.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Step times at world size 1, where nothing is sent: overhead of Sirtaki on the GPU compared with DDP's.
 
-Bars: a step of the optimizer and of the attached model takes at most 1.00 of DDP's; the throughput of packing is at
+"alone" is the optimizer as one rank uses it; "optimizer" and "attached" have the reducers of a job with several ranks.
+Bars: a step of each of the three takes at most 1.00 of DDP's; the throughput of packing is at
 least 0.8 of a copy's.
 """
 
@@ -12,13 +13,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.gpu.contenders import Contender, GpuAttached, GpuDdp, OneRank, Optimizer, open_group
+from bench.gpu.contenders import AloneOptimizer, Contender, GpuAttached, GpuDdp, OneRank, Optimizer, open_group
 from bench.gpu.models import GpuModel, models_for
 from bench.gpu.runner import RankRun
 from bench.lib.harness import ratios
 from sirtaki.comm.plan import alignment
 
-CONTENDERS: dict[str, Contender] = {"none": OneRank, "ddp": GpuDdp, "optimizer": Optimizer, "attached": GpuAttached}
+CONTENDERS: dict[str, Contender] = {
+    "none": OneRank,
+    "ddp": GpuDdp,
+    "alone": AloneOptimizer,
+    "optimizer": Optimizer,
+    "attached": GpuAttached,
+}
 STEPS = 5
 """Steps per sample."""
 
@@ -58,7 +65,7 @@ def measure(
     columns = {"setting": {"optimizer": setting}, "host_s": {who: statistics.median(host_s[who]) for who in loops}}
     report.compare(samples, "ddp", where={"model": name}, **columns)
     if not place.dry:
-        for who in ("optimizer", "attached"):
+        for who in ("alone", "optimizer", "attached"):
             report.bar(f"{name}: {who}'s step over DDP's", ratios(samples[who], samples["ddp"]).median, 1.0)
     for loop in loops.values():
         loop.close()

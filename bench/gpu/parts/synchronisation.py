@@ -1,4 +1,4 @@
-"""Check by CUDA's debug mode that no call in a training step makes the host wait for the GPU."""
+"""Check by CUDA's debug mode that no call in a training step makes the host wait, and that no graph captures a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from bench.gpu.contenders import GpuAttached, Optimizer, open_group
 from bench.gpu.models import small_mlp
 from bench.gpu.runner import RankRun
+from sirtaki.errors import ConfigError
 
 QUEUED_S = 0.2
 
@@ -36,4 +37,20 @@ def run(run: RankRun) -> None:
             place.device.synchronise()
             found["until_done_s"] = time.perf_counter() - begin_s
             assert found["step_s"] < 0.5 * found["until_done_s"], found
+        loop.close()
+    with run.check("a CUDA graph of a whole step is refused, and training goes on") as found:
+        loop = Optimizer(place, small_mlp(place.torch_device))
+        loop.warm_up()
+        error: BaseException | None = None
+        try:
+            place.capture(loop.step)
+        except Exception as err:
+            error = err
+            found["error"] = repr(err)
+        while error is not None and not isinstance(error, ConfigError):
+            error = error.__context__  # the end of the capture may raise, too
+        assert error is not None, found
+        place.device.synchronise()
+        loop.optimizer.zero_grad()
+        loop.warm_up()
         loop.close()

@@ -1,1 +1,1 @@
-"""Layer between autograd and the gradient pipeline: hooks on parameters, iterations, parameters of two optimizers."""
+"""Layer between autograd and the gradient pipeline: hooks on parameters, iterations, sharing between optimizers."""

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Named = tuple[str, torch.Tensor]
 
 SAMPLE = 128
-"""Number of elements, evenly spread over each parameter, that are compared between ranks instead of all elements."""
+"""Elements of each parameter whose values are compared between ranks. They are evenly spread over the parameter."""
 
 
 def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
@@ -109,7 +109,7 @@ def _first_difference(control: ControlPlane, values: npt.NDArray[np.float64]) ->
 
 
 SHOWN = 5
-"""Gradients that the error log names for each rank."""
+"""Maximum number of gradients that the error log lists for each rank."""
 
 
 class NanCheck:
@@ -122,7 +122,7 @@ class NanCheck:
         self._was_clean = True
 
     def inspect(self, name: str, gradient: torch.Tensor) -> None:
-        """Count the NaN and infinite elements of a gradient of this rank that is ready. Blocks until it is computed."""
+        """Count the NaN and infinite elements of a ready local gradient. Blocks until a GPU has computed the counts."""
         values = gradient._values() if gradient.is_sparse else gradient
         if bool(values.sum().isfinite()) or bool((finite := values.isfinite()).all()):
             return

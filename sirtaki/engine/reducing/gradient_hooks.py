@@ -1,8 +1,8 @@
 """Reduce the gradients of one set of parameters. Layer between autograd and `GradientPipeline`.
 
-`GradientHooks` registers a hook on each parameter, gives ready gradients to the pipeline, which sends them in units
-(buckets), and waits for the reduction when autograd ends the backward pass, or in `finish()`. `GradientHooks.state` is
-the state of an iteration, sparse gradients included:
+`GradientHooks` registers a hook on each parameter, and gives ready gradients to the pipeline. The pipeline sends the
+gradients in units (buckets). `GradientHooks` waits for the reduction when autograd ends the backward pass, or in
+`finish()`. `GradientHooks.state` is the state of an iteration, sparse gradients included:
 
     COLLECTING ─ end_backward(), all gradients are ready ─┬─▶ REDUCED ─ finish() ─▶ the next iteration
       │ │ ◀─ another collective needs this rank ──────────┤
@@ -16,9 +16,9 @@ An iteration can become REDUCED before `finish()`, because the units to launch n
 gradients are ready. If some are missing, a second backward pass may still compute them, so the wait happens in
 `finish()`. A pass that computes no gradient of these parameters, such as `torch.autograd.grad`, changes nothing.
 
-In the states LAUNCHED and DEFERRED, ranks need no further message: this rank has launched all units, and every other
-rank launches its own at the latest in its `step()`. So a wait for a unit does not depend on anything that a rank does
-after `step()`.
+In the states LAUNCHED and DEFERRED, ranks need not exchange further messages to complete the units. This rank has
+launched all its units, and every other rank launches its units at the latest in its `step()`. So a wait for a unit does
+not depend on anything that a rank does after `step()`.
 
 An iteration is FAILED if a backward pass has raised. Its gradients are not used, and `.grad` keeps its value. All ranks
 end the iteration together, in the next backward pass or in `finish()`. If user code calls `step()` and has not changed
@@ -44,10 +44,11 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
-from sirtaki.autotune.trial import Arm
+from sirtaki.autotune.arms.techniques import ArmChoice, check_choices
 from sirtaki.comm.collectives.engine import RankSet
 from sirtaki.comm.collectives.operations import CollectiveKind, Signature
 from sirtaki.comm.control.watchdog import PendingWait
+from sirtaki.comm.device import refuse_capture
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import EVERY, GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
@@ -88,10 +89,10 @@ class ReducerOptions:
 
     Attributes:
         reduction: operation, scaling and compression of every gradient.
-        sparse_as_dense: convert sparse gradients to dense ones.
+        sparse_as_dense: True to convert sparse gradients to dense ones.
         groups: groups of parameters. The gradients of a group are launched together.
-        unused_as_none: True to set `.grad` to None where no rank has computed a gradient; False = as the job's settings
-            say.
+        unused_as_none: True to set `.grad` to None where no rank has computed a gradient. If False, the job's setting
+            decides.
         arms: search methods for tuning (arms); None = the default ones.
         overlaps: True if an iteration's reduction and update may end in the next forward pass.
     """
@@ -100,8 +101,12 @@ class ReducerOptions:
     sparse_as_dense: bool = False
     groups: Sequence[Sequence[torch.Tensor]] = ()
     unused_as_none: bool = False
-    arms: Sequence[Arm] | None = None
+    arms: Sequence[ArmChoice] | None = None
     overlaps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.arms is not None:
+            check_choices(self.arms)
 
 
 class ForwardGate(Protocol):
@@ -136,7 +141,10 @@ class GradientUser(Protocol):
 
 
 class PassEnd:
-    """Callback at the end of the current backward pass. If it is deleted without a call, the pass has raised."""
+    """Callback at the end of the current backward pass.
+
+    Autograd deletes the callback without calling it if the pass raises an error. So its destructor detects the error.
+    """
 
     def __init__(self, hooks: GradientHooks) -> None:
         self._hooks, self._ended = weakref.ref(hooks), False
@@ -189,9 +197,10 @@ class GradientHooks:
     nodes_are_kept = False
     """True if PyTorch itself keeps the AccumulateGrad nodes of the parameters alive."""
     undefined_are_zeros = False
-    """True if zeros are reduced for a parameter whose hook autograd called without computing a gradient."""
+    """True if this rank contributes zeros for a parameter whose hook is called without a gradient (`.grad` is None)."""
     failed_in: int | None
-    _ends_itself = False  # True if compiled autograd runs this backward pass, because it does not call `PassEnd`
+    _ends_itself = False
+    """True under compiled autograd, which does not call `PassEnd`. Then the last gradient ends the backward pass."""
 
     def __init__(
         self,
@@ -240,7 +249,8 @@ class GradientHooks:
         )
         self._nan_check = NanCheck(members.control) if settings.check_nan else None
         self._compared_values = not self.may_begin_apart
-        # Callbacks must not refer to these hooks, because another thread runs them after `__del__`.
+        # The cleanup functions in `_open` must not refer to this object, because another thread calls them after
+        # `__del__`.
         self._open.callback(self.sparse.close)
         self._open.callback(self._hooks.close)
         job.disposal.start()
@@ -299,6 +309,7 @@ class GradientHooks:
                 carried=None if self._job.elastic is None else self._job.elastic.tuning,
                 overlaps=self.options.overlaps,
                 rank=self._job.rank,
+                stragglers=self._job.stragglers,
             )
             self._hooks.callback(self.tuning.close)
             self.pipeline = self.tuning.synchroniser
@@ -307,8 +318,8 @@ class GradientHooks:
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
         self._group_sizes, self._waiting = [len(group) for group in groups], [[] for _ in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
-        # Count the backward passes of each parameter only in these cases. In others, gradients that become ready in the
-        # expected order are given to the pipeline together.
+        # In the following cases, count the backward passes of each parameter. In all other cases, pass gradients that
+        # become ready in the expected order to the pipeline together, which is faster.
         self._counts_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
         for param in self._frozen:
@@ -333,8 +344,8 @@ class GradientHooks:
 
     def _begin_iteration(self) -> None:
         """Prepare the next iteration."""
-        # Count the remaining backward passes of each parameter in `_passes_left`. While that is None, the number of
-        # every parameter whose gradient the pipeline does not have yet is `_passes_left_of_all`.
+        # `_passes_left` has the number of remaining backward passes of each parameter. If it is None, the number is
+        # `_passes_left_of_all` for every parameter whose gradient the pipeline does not have yet.
         self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
         self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
         for waiting in self._waiting:
@@ -351,9 +362,10 @@ class GradientHooks:
         device = None if self.pipeline is None else self.pipeline.device
 
         def hook(param: torch.Tensor) -> None:
-            """Record a ready gradient. Call `GradientHooks` for the first one, and when a bucket is to be launched.
+            """Record a ready gradient. A hot path.
 
-            This is a hot path.
+            Notify `GradientHooks` of the first gradient of a backward pass, and of each gradient after which a unit
+            (bucket) can be launched.
             """
             if ready:
                 ready.append(param)
@@ -376,7 +388,7 @@ class GradientHooks:
         """Begin a backward pass. Called when its first gradient is ready."""
         if self.closed or not self.begin_backward():
             return
-        if id(param) in self._number_of:  # `begin_backward` may have replaced the parameters
+        if id(param) in self._number_of:  # False if `begin_backward` has replaced the parameters (`attach`)
             points: Container[int] = EVERY
             self._n_processed = 0
             if self._passes_left is None and self._passes_left_of_all > 1:
@@ -391,9 +403,10 @@ class GradientHooks:
 
     @outside_changes
     def _process_ready(self) -> None:
-        """Give gradients that became ready since the last call to the pipeline, or count their backward passes.
+        """Pass newly ready gradients (since this method's last call) to the pipeline, or count their backward passes.
 
-        A pass of compiled autograd ends here with its last gradient, because compiled autograd runs no callback.
+        Under compiled autograd, the last gradient also ends the backward pass, because compiled autograd does not call
+        `PassEnd`.
         """
         with self._process_lock:  # lock, because autograd calls hooks in one thread for each device
             new, self._n_processed = self._ready[self._n_processed :], len(self._ready)
@@ -423,16 +436,15 @@ class GradientHooks:
         left = [self._passes_left_of_all] * len(self.hooked)
         if self.pipeline is not None and self.pipeline.pending:
             left = [0] * len(self.hooked)
-            for (
-                number
-            ) in self.pipeline.missing:  # all parameters are dense here, so that indices are numbers in `hooked`
+            # The pipeline's indices are those in `hooked`, because all parameters are dense here.
+            for number in self.pipeline.missing:
                 left[number] = self._passes_left_of_all
         return left
 
     def _count(self, number: int, left: list[int]) -> None:
-        """Count one backward pass of a parameter. After the last one, give its gradient to a reduction.
+        """Count one backward pass of a parameter. After the last pass, give the parameter's gradient to a reduction.
 
-        If the parameter is in a group of the user, wait for the gradients of the whole group.
+        If the user has assigned the parameter to a group, do so once the gradients of the whole group are ready.
         """
         if left[number] != 1:
             if left[number] < 1:
@@ -460,8 +472,12 @@ class GradientHooks:
         """Begin a backward pass. Collective if the previous pass has raised.
 
         Returns:
-            False if the hooks have no parameters any more, so that the gradients of this pass are ignored.
+            False if the hooks have been removed from all parameters, so that the gradients of this pass are ignored.
+
+        Raises:
+            ConfigError: a CUDA graph captures this pass.
         """
+        refuse_capture("backward()")
         if self.state is not IterationState.COLLECTING:
             self.drain()
             if self.failed_in is not None:
@@ -484,19 +500,20 @@ class GradientHooks:
         ready.clear()
 
     def _to_wire_format(self, name: str) -> torch.Tensor:
-        """Return a sparse gradient as it is sent: dense until all ranks have agreed that its parameter is sparse.
+        """Return a sparse gradient in the form in which it is sent: dense or sparse.
 
-        If they have not yet, request a new profile of the order of gradients, at whose end they do.
+        It is sent dense until all ranks have agreed that the parameter has sparse gradients. They agree at the end of a
+        profile of the order of gradients. If they have not agreed yet, request a new profile.
         """
         if self.pipeline is not None and self.sparse.is_unagreed(name) and not self.pipeline.profiling:
             self.pipeline.profile_again()  # the last iteration of the profile calls `KnownSparse.agree`
         return self.sparse.to_wire_format(name)
 
     def _pass_on_incomplete(self) -> None:
-        """Give the ready gradients of incomplete groups of the user to the reductions.
+        """Pass the ready gradients of incomplete groups to the reductions. A group is the user's list of parameters.
 
-        Where this iteration has not computed a gradient and `.grad` is sparse, convert it to the form in which it is
-        sent.
+        Also convert each sparse `.grad` that this iteration has not computed (an earlier one has) to the form in which
+        it is sent.
         """
         for waiting in self._waiting:
             self._pass_on(waiting)
@@ -517,7 +534,9 @@ class GradientHooks:
             if pipeline is not None:
                 pipeline.run_copies()
             return
-        for other in self._job.participants:  # launch other optimizers' buckets, for which other ranks may wait first
+        # Launch the units of other optimizers before this thread blocks, because other ranks may wait for those units
+        # first.
+        for other in self._job.participants:
             if other is not self:
                 other.flush()
         self._job.joining.announce(self, WaitStage.REDUCE)
@@ -528,7 +547,7 @@ class GradientHooks:
                 return
         self.reduce()
         if pipeline is not None and pipeline.problem:
-            self.finish()  # raises on all ranks, so that the next backward pass begins a new iteration on all of them
+            self.finish()  # ends the iteration, and raises the error, on all ranks
 
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """Return whether all dense gradients of this iteration are reduced, and all sparse ones are ready."""
@@ -554,7 +573,7 @@ class GradientHooks:
                 self.sparse.make_sparse(self.sparse.found)
 
     def fail_backward(self) -> None:
-        """End a backward pass that has raised, in any part of the graph."""
+        """End a backward pass that has raised an error, in these hooks or anywhere else in the autograd graph."""
         self._ready.clear()
         self.fail()
         for user in self.users:  # an optimizer drops the gradients of all its hooks together
@@ -595,7 +614,10 @@ class GradientHooks:
 
     @property
     def can_defer(self) -> bool:
-        """True if this iteration's end may be deferred: it sends nothing once all units (buckets) are launched."""
+        """True if this iteration's end may be deferred into the next forward pass.
+
+        This requires that the iteration needs no communication after all units (buckets) are launched.
+        """
         tuning = self.tuning
         if tuning is None or self.shared or not self.all_dense or self.sparse.found:
             return False
@@ -620,8 +642,9 @@ class GradientHooks:
         """Block until the gradient of one parameter is reduced. Its units (buckets) must be launched.
 
         Returns:
-            Numbers in `hooked` of the parameters whose gradients are reduced together with this one. Empty if, before
-            `step()`, another collective needs this rank. Then the gate must no longer block access to any parameter.
+            Indices in `hooked` of this parameter and of the parameters whose gradients are reduced together with it.
+            Empty if another collective needs this rank before `step()`. In this case the gate must no longer block
+            access to any parameter.
 
         Raises:
             CommError: the reduction or the job has failed.
@@ -649,9 +672,9 @@ class GradientHooks:
         """Block until `.grad` holds the reduced gradients, and end the iteration. Collective.
 
         Args:
-            due: False if another optimizer has called `finish` on these shared hooks since the caller last did. If it
-                is False on all ranks, and no gradient is ready, nothing is reduced, because `.grad` already holds
-                reduced gradients.
+            due: False if another optimizer that shares these hooks has called `finish` since this optimizer's last
+                call. Then `.grad` already holds reduced gradients. If `due` is False on all ranks, and no rank has a
+                ready gradient, nothing is reduced.
             joined: True if this rank has no more data and contributes zeros.
 
         Raises:
@@ -737,7 +760,7 @@ class GradientHooks:
             warn_of_different_values(self._control, wanting)
         if joined:
             for param in [*(param for _, param in self.hooked), *unfrozen]:
-                param.grad = None  # drop it, so that later gradients of this rank are not added to the reduced ones
+                param.grad = None  # because autograd would add later gradients of this rank to the reduced ones
         problem = "" if pipeline is None else pipeline.problem
         if found_sparse or unfrozen:
             self.attach(self.named)  # makes hooks for the new set of dense, sparse and unfrozen parameters
@@ -774,7 +797,10 @@ class GradientHooks:
         return work.results[0]
 
     def drop_accumulated(self) -> None:
-        """Drop an unfinished accumulation: set `.grad` to None where backward passes of this iteration were counted."""
+        """Drop gradients that were accumulated for this iteration but not reduced: set `.grad` to None.
+
+        Only gradients to which a backward pass of this iteration has added something are dropped.
+        """
         if self._passes_left is None and self._passes_left_of_all == self.passes:
             return
         if self._accumulated and not self.pending:

@@ -92,7 +92,8 @@ class _NodeHook:
     def __init__(self, leaf: torch.Tensor, guard: _UpdateGuard) -> None:
         self._leaf, self._guard = leaf, guard
         self._register()
-        # Move the hook in a hook on the tensor, because that runs before PyTorch reads the list of the node's hooks.
+        # Register a tensor hook that moves the hook of the node to a new node. A tensor hook is early enough: it runs
+        # before PyTorch reads the list of the node's hooks.
         self._first: RemovableHandle = leaf.register_hook(self._move_to_current_node)  # type: ignore[no-untyped-call]  # torch's
 
     def remove(self) -> None:
@@ -122,8 +123,9 @@ class _NodeHook:
 def prepare_frozen(param: torch.Tensor) -> None:
     """Prepare a frozen parameter, so that a later `register_last` needs no hook on its AccumulateGrad node.
 
-    `register_last` uses the node if anything refers to it, because that may be user code with a hook. Once the
-    parameter is unfrozen, autograd's graph refers to the node, too.
+    `register_last` registers a slower hook on the node if there is a reference to the node, because user code that
+    refers to the node may have a hook on it. Once the parameter is unfrozen, autograd's graph also refers to the node,
+    so that the two cases are indistinguishable.
     """
     leaf: Any = param  # typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
     if not hasattr(param, "on_leaf") and not leaf._post_accumulate_grad_hooks:
@@ -199,13 +201,14 @@ class _UpdateGuard:
 class _HooksInOrder(OrderedDict[int, Hook]):
     """Dictionary of the post-accumulate-grad hooks of one parameter, in which Sirtaki's hooks stay the last entries.
 
-    PyTorch calls the values in the order of the dictionary. If there are no user's hooks, it calls Sirtaki's hooks
-    directly, and not through `_UpdateGuard`.
+    PyTorch calls the values in the order of the dictionary. If the user has registered no hook, the values are
+    Sirtaki's hooks themselves, without the `_UpdateGuard` that otherwise calls them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Maps the key of `guard.begin` (before the user's hooks) to the key of the guard (after them) and the guard.
+        # Maps the dictionary key of `guard.begin` (runs before the user's hooks) to the guard, and to the guard's own
+        # dictionary key (runs after the user's hooks).
         self._own: dict[int, tuple[int, _UpdateGuard]] = {}
 
     def add_last(self, guard: _UpdateGuard) -> Callable[[], None]:

@@ -21,12 +21,11 @@ IN_FLIGHT = "add_param_group() between backward() and step(): call step() or syn
 CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
 
 _Owners = tuple[list[int | None], dict[int, str], list[int]]
-"""Current owners of a new optimizer's parameters, as one rank sees them.
+"""The `GradientHooks` that already reduce a new optimizer's parameters, as one rank sees them. A triple:
 
-An owner is a `GradientHooks`, given by its serial number among those of the same process set. The first item is the
-owner of each parameter; None = it has no owner in this process set. The second item says why the parameters of an owner
-cannot be shared, by serial number; -1 = all owners in other process sets. The third item lists owners that have begun
-an iteration."""
+- for each parameter, the serial number of its hooks in this process set; None = it has none;
+- {serial number: why these hooks cannot be shared}. The key -1 stands for all hooks of other process sets;
+- serial numbers of the hooks whose iteration has begun."""
 
 
 class OptimizerGradients:
@@ -57,8 +56,8 @@ class OptimizerGradients:
             MismatchError: the ranks' models differ. Raised on all ranks.
         """
         self._job, self._members, self._passes, self._options = job, members, passes, options
-        # Map the hooks in use, in the order in which they finish an iteration, to the number of iterations that they
-        # had reduced when this optimizer last finished one.
+        # For each `GradientHooks` in use, the value of `n_reduced` when this optimizer last called its `finish`. In the
+        # order in which this optimizer calls `finish`.
         self._seen: dict[GradientHooks, int] = {}
         self._claim(named)
 
@@ -74,16 +73,16 @@ class OptimizerGradients:
         self._seen = dict(sorted([*self._seen.items(), (reducer, seen)], key=lambda item: item[0].key[1]))
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Also use the hooks `part`, which have taken over some parameters of the hooks `of`."""
+        """Add `part` to this optimizer's hooks, because `part` has taken over some parameters of the hooks `of`."""
         self._use(part, self._seen[of])
 
     def _claim(self, named: Sequence[Named]) -> None:
-        """Share the existing hooks of these parameters, and make hooks for parameters without. Collective."""
+        """Share the existing hooks of these parameters, and make hooks for parameters that have none. Collective."""
         job, members = self._job, self._members
         assert members.control is not None
         job.participants.drain()
         if reducers_of(job):
-            gc.collect()  # an optimizer of PyTorch is in a reference cycle, so dropped ones may not be collected yet
+            gc.collect()  # frees deleted optimizers, which only the collector can free: they are in reference cycles
         job.disposal.drain()
         members.control.reclaim()
         owners, in_flight = self._agree_on_owners(named)
@@ -92,7 +91,9 @@ class OptimizerGradients:
             lender = lenders[serial]
             if serial in in_flight:
                 lender.finish()
-                lender.shared = True  # tells `finish` that the other optimizer has not called it for this iteration
+                # Mark the hooks as shared already here. Otherwise the older optimizer's next call of `finish` would
+                # reduce the gradients of this iteration a second time.
+                lender.shared = True
             wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
             if len(wanted) < len(lender.named):
                 lender = _split(job, lender, wanted)
@@ -107,11 +108,13 @@ class OptimizerGradients:
             self._use(reducer, reducer.n_reduced)
 
     def _agree_on_owners(self, named: Sequence[Named]) -> tuple[list[int | None], set[int]]:
-        """Agree on the owner of each parameter. Close hooks that another rank no longer has. Collective.
+        """Agree on the owner (`GradientHooks`) of each parameter. Collective.
+
+        Close hooks of this rank that do not exist on another rank any more.
 
         Returns:
-            Two items: the serial number of each parameter's hooks, None = the parameter has none; and the serial
-            numbers of hooks that have begun an iteration on any rank.
+            Two items. The first is the serial number of each parameter's hooks (None = the parameter has none). The
+            second is the set of serial numbers of hooks that have begun an iteration on any rank.
         """
         members = self._members
         assert members.control is not None
@@ -183,6 +186,11 @@ class OptimizerGradients:
     def pending(self) -> bool:
         """Return whether gradients are being reduced."""
         return any(reducer.pending for reducer in self._seen)
+
+    @property
+    def begun(self) -> bool:
+        """Return whether this rank has gradients of the current iteration, accumulated ones included."""
+        return any(reducer.begun for reducer in self._seen)
 
     def fail(self) -> None:
         """Drop the ready gradients, because a backward pass that computed gradients of this optimizer has raised."""
@@ -264,18 +272,21 @@ def reducers_of(job: Job) -> list[GradientHooks]:
 
 
 def _agreed(by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
-    """Return each parameter's owner (serial number of its `GradientHooks`, None = it has none) for all ranks.
-
-    Also return the owners that some rank no longer has.
+    """Find out from all ranks' answers which `GradientHooks` already reduce each parameter.
 
     Args:
-        by_rank: for each rank, the owners of the parameters that it has.
+        by_rank: for each rank and parameter, the serial number of the parameter's hooks, or None.
         names: names of the parameters.
+
+    Returns:
+        For each parameter, the serial number of its hooks, or None; and the serial numbers of hooks that at least one
+        rank has closed, although others have not.
 
     Raises:
         MismatchError: the ranks wrap different parameters of other optimizers.
     """
-    if len({len(serials) for serials in by_rank}) > 1:  # different models, which the new `GradientHooks` reject
+    # If the ranks' models differ, continue, because the constructor of `GradientHooks` raises an error about this.
+    if len({len(serials) for serials in by_rank}) > 1:
         return [None] * len(names), set()
     by_param = [set(owners) for owners in zip(*by_rank, strict=True)]
     for name, owners in zip(names, by_param, strict=True):

@@ -21,9 +21,8 @@ class KnownSparse:
     rank sends a gradient as sparse.
 
     Attributes:
-        known: names of parameters that all ranks treat as sparse, including those that were given to an earlier `watch`
-            only.
-        names: names in `known` of the parameters given to the last `watch`.
+        known: names of all parameters that all ranks treat as sparse, also of those that are not watched any more.
+        names: names in `known` of the parameters that are watched now (given to the last `watch`).
         found: names of parameters whose gradient was sparse on this rank since the last `watch`.
         rows: object that reduces sparse gradients; None while no watched parameter has been sparse.
     """
@@ -78,7 +77,7 @@ class KnownSparse:
         return param.grad
 
     def make_sparse(self, names: Iterable[str]) -> None:
-        """Convert dense `.grad` of these parameters back to sparse, which the backward pass had computed."""
+        """Convert the dense `.grad` of these parameters back to the sparse form in which autograd computed it."""
         for name in names:
             param = self._params[name]
             if param.grad is not None and not param.grad.is_sparse:
@@ -87,7 +86,7 @@ class KnownSparse:
     def agree(self) -> bool:
         """Treat as sparse, on all ranks, every parameter whose gradient was sparse on any rank. Collective.
 
-        Return whether there are new ones.
+        Return whether any parameter was not treated as sparse before.
         """
         names = list(self._params)
         anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0

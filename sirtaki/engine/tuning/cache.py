@@ -26,14 +26,14 @@ from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import PlanError
 from sirtaki.machine import host_kind
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, counted
 from sirtaki.registry.cluster import Topology
 from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
 from sirtaki.registry.schema import JobRecord, Provenance, make_key
 from sirtaki.registry.warm_start import JobDescription, Neighbour, WarmStart, adapted_all
 
-from .memory import SettingsMemory
+from .memory import SettingsMemory, stored
 from .plans import checked_plans, fixed_knobs
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstP
         checked_plans(start.knobs, layouts)
     except PlanError as err:
         logger.warning(
-            "Sirtaki ignores the entry %s of the registry (results of earlier jobs), which does not fit this model: %s",
+            "Sirtaki ignores the stored tuning result %s, which does not fit this model: %s",
             start.record.id[:8],
             err,
         )
@@ -127,8 +127,8 @@ def _promising(
         else:
             which = proposal.message.replace("starting from ", "")
             logger.info(
-                "the tuner skips an earlier job's setting, because its predicted communication time is %.2f times that "
-                "of the best known setting; skipped setting: %s",
+                "the tuner skips the stored setting of another job, because its predicted communication time is "
+                "%.2f times that of the best known setting; skipped setting: %s",
                 span_s / min(known_s),
                 which,
             )
@@ -149,7 +149,7 @@ class CacheHit:
 
     Attributes:
         exact: setting that the earlier run chose, if its warm-up was complete.
-        history: settings that the earlier run tried, with their times, if its warm-up was cut short.
+        history: settings that the earlier run tried, with their times.
         message: description of the entry, for the log. "" if the registry has no entry of this job.
     """
 
@@ -178,8 +178,8 @@ class Hardware:
             return cls(host=_label(host_kind()), device=_label(name))
         except Exception:
             logger.info(
-                "the machine type of this host or its GPU's name cannot be read; the registry (results of earlier "
-                "jobs) will describe this rank's hardware only as %r",
+                "Sirtaki cannot read the type of this host or the name of its GPU, so that stored tuning results name "
+                "the hardware only %r",
                 device.type,
                 exc_info=True,
             )
@@ -192,9 +192,13 @@ def _label(text: str) -> str:
 
 
 def condition_of(ratio: float) -> str:
-    """Return the condition of the network as text: `ratio`, rounded to a power of two. "" if that is 1 or unknown.
+    """Return the condition of the network as text: `ratio` rounded to a power of two, such as `4×`.
 
-    `ratio` is the communication time with the default setting, relative to that in the job's record without condition.
+    Returns "" if the rounded ratio is 1 or unknown.
+
+    Args:
+        ratio: communication time with the default setting now, divided by that in the job's record. (Of the job's
+            records, the one without a condition of the network.)
     """
     power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
     return f"{2.0**power:g}×" if power else ""
@@ -259,9 +263,9 @@ class TuningCache:
         self._recorder.stop()
 
     def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
-        """Look up this job's own entry in the registry. The model must have run forward once before.
+        """Look up the registry's entry of this job, which an earlier run of the same job has stored.
 
-        The entry is of an earlier run of the same job. `first_proposals` returns settings of similar jobs.
+        Call after the first forward pass of the model. For settings of similar jobs, see `first_proposals`.
         """
         self._recorder.stop()
         self._asked = layouts, space
@@ -276,7 +280,7 @@ class TuningCache:
     def _described(self) -> JobDescription | None:
         """Return the description of this job. None if no graph of the model was recorded.
 
-        It is computed at the first call only, because that needs networkx, which loads slowly.
+        The description is computed at the first call and not earlier, because networkx is needed, which loads slowly.
         """
         asked, self._asked = self._asked, None  # cleared, so that a failing computation is not repeated
         if asked is not None:
@@ -314,30 +318,27 @@ class TuningCache:
 
     def _hit_of(self, own: JobRecord, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         same_order = self._job is not None and own.layout == self._job.layout
+        origin = f"in the registry {self._memory.name} ({own.reference})"
+        history = tuple(trial for trial in own.trials if trial.knobs.cuts is None or same_order)
         if not own.complete:
-            history = tuple(trial for trial in own.trials if trial.knobs.cuts is None or same_order)
             return CacheHit(
                 history=history,
-                message=f"found an unfinished tuning phase of {own.describe()} in the registry: continuing after "
-                f"{len(history)} trials",
+                message=f"found an unfinished tuning phase of {own.describe()} {origin}: continuing after "
+                f"{counted(len(history), 'trial')}",
             )
         knobs = own.knobs
         try:
             if knobs not in space:
                 raise PlanError(
-                    f"the stored setting {knobs.describe()} uses a transport, algorithm, bucket size or other option "
-                    "that this job does not have, so Sirtaki adapts the setting"
+                    f"the stored setting {knobs.describe()} uses an option that this job excludes, so it is not used"
                 )
             if knobs.cuts is not None and not same_order:
-                raise PlanError(
-                    "the stored communication plan (division of gradients into buckets) is for another order of "
-                    "gradients in the backward pass, so Sirtaki adapts the plan"
-                )
+                raise PlanError("this job computes its gradients in another order than the job of the stored setting")
             checked_plans(knobs, layouts)
         except PlanError as err:
             logger.info(
-                "the entry %s of the registry (results of earlier jobs) cannot be used unchanged (%s); tuning starts "
-                "with an adapted copy",
+                "the stored tuning result %s of this job cannot be used unchanged (%s); tuning starts from a "
+                "similar setting",
                 own.id[:8],
                 err,
             )
@@ -354,7 +355,8 @@ class TuningCache:
                 gain=own.gain,
                 other_times=OTHER_TIMES if own.topology.n_hosts > 1 else OTHER_TIMES_ON_ONE_HOST,
             ),
-            message=f"found {own.describe()} in the registry ({own.id[:8]}): "
+            history=history,
+            message=f"found {own.describe()} {origin}: "
             + (
                 "the default, because no setting was proved to be faster"
                 if own.best_span_s == own.default_span_s
@@ -396,7 +398,7 @@ class TuningCache:
                 self._neighbours = self._memory.similar(job)
             proposals = first_proposals(adapted_all(self._neighbours, job), layouts=layouts, space=space, model=model)
             self._found_by.update((proposal.knobs, proposal.arm) for proposal in proposals)
-            return proposals
+            return [replace(one, message=f"{one.message} (registry {self._memory.name})") for one in proposals]
 
         return self._memory.guard(propose, nothing)
 
@@ -408,8 +410,8 @@ class TuningCache:
         complete: bool,
         links: Mapping[Route, LinkModel],
         condition: str = "",
-    ) -> bool:
-        """Store the result of a search in the registry. Return whether it was stored.
+    ) -> str:
+        """Store the result of a search in the registry. Return where it was stored, in words; "" if it was not stored.
 
         Args:
             result: result of the search.
@@ -420,27 +422,28 @@ class TuningCache:
                 with a condition is stored in addition to the job's own record.
         """
         if not all(0 < span < math.inf for span in (result.best_span_s, result.default_span_s)):
-            return False
+            return ""
 
-        def store_it(store: Store) -> bool:
+        def store_it(store: Store) -> str:
             job = self._described()
             if job is None:
-                return False
+                return ""
             if condition:
                 job = replace(job, key=structs.replace(job.key, condition=condition))
-                return store.put(self._record(job, None, result, trials, complete=complete, links=links))
+                record = self._record(job, None, result, trials, complete=complete, links=links)
+                return stored(record, store) if store.put(record) else ""
             record = self._record(job, self._own, result, trials, complete=complete, links=links)
             before = self._disproved
             kept = store.put(record, disproved=before)
             if kept and before is not None and before.complete and before.key == record.key:
-                # Store the earlier setting again, for the condition of the network in which it was fast, because the
-                # network may change back.
+                # The new record replaces the earlier one. Keep the earlier setting in a second record, for the earlier
+                # condition of the network, because the network may change back.
                 now = condition_of(before.default_span_s / record.default_span_s)
                 if now:
                     store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))
-            return kept
+            return stored(record, store) if kept else ""
 
-        return self._memory.attempt(store_it, False)
+        return self._memory.attempt(store_it, "")
 
     def _record(
         self,
@@ -453,8 +456,10 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
     ) -> JobRecord:
         knobs = result.knobs
-        # Add the earlier run's number of trials to the new record if this run has only confirmed the stored setting.
+        # If this run has confirmed the stored setting, the new record's number of trials includes those of earlier
+        # runs, because their search found the setting.
         checked = own is not None and own.complete and own.knobs == knobs
+        earlier = max(0, own.n_trials - len(own.trials)) if checked and own is not None else 0
         link = links.get(knobs.route)
         if link is None and own is not None and own.knobs.route == knobs.route:
             link = own.link
@@ -473,11 +478,11 @@ class TuningCache:
             default_span_s=result.default_span_s,
             noise_s=result.noise_s,
             gain=result.gain,
-            n_trials=len(trials) + (own.n_trials if checked and own is not None else 0),
+            n_trials=len(trials) + earlier,
             arm=self._found_by.setdefault(knobs, result.arm),
             complete=complete,
             layout=job.layout,
-            trials=() if complete else tuple(trials),
+            trials=tuple(trials),
             link=link,
             provenance=Provenance(
                 created_s=time.time(),

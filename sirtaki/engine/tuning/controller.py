@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from sirtaki.autotune.drift import RefinementSchedule
 from sirtaki.autotune.meta.session import DEFAULT_ARM, Assignment, Purpose, TuningSession
 from sirtaki.autotune.trial import S
 from sirtaki.comm.control.plane import ControlPlane
@@ -33,6 +34,8 @@ class _Search(Generic[S]):
         target: part of the job that runs with the settings.
         session: object that decides on rank 0 which setting to try next; None if there is none or if it has failed.
         assignment: setting that runs now, and for how many iterations; None before the first decision.
+        refines: True if the search is a refinement: it continues a search that has ended before.
+        iterations: iterations so far.
         iterations_left: iterations until the next measurement ends.
         spans_s: times measured with the running setting; the same on all ranks.
     """
@@ -40,6 +43,8 @@ class _Search(Generic[S]):
     target: TunableTarget[S]
     session: TuningSession[S] | None = None
     assignment: Assignment[S] | None = None
+    refines: bool = False
+    iterations: int = 0
     iterations_left: int = 0
     spans_s: list[float] = field(default_factory=list)
 
@@ -85,8 +90,25 @@ class _Search(Generic[S]):
         return len(self.spans_s) >= self.assignment.measured_iterations
 
 
+@dataclass(slots=True, eq=False)
+class _Refinements(Generic[S]):
+    """Later refinements of a target whose search has ended.
+
+    Attributes:
+        schedule: iterations in which refinements begin; the same on all ranks.
+        kept: setting that the last search has kept.
+        session: session of the last search, on rank 0; None if it has failed.
+    """
+
+    schedule: RefinementSchedule
+    kept: S
+    session: TuningSession[S] | None = None
+
+
 class TuningController:
     """Runs searches for the fastest settings of some targets (parts of the job), in step on all ranks.
+
+    After its search, a target is refined: at times that `RefinementSchedule` chooses, its session is resumed.
 
     Attributes:
         failed: True if tuning code has raised an error on rank 0. Then tuning has ended, and training continues.
@@ -101,6 +123,7 @@ class TuningController:
         """
         self._control, self._where = control, where
         self._searches: list[_Search[Any]] = []  # typed with Any, because each target has its own type of setting
+        self._refinements: dict[TunableTarget[Any], _Refinements[Any]] = {}
         self._logged_s = -math.inf
         self.failed = False
 
@@ -139,28 +162,54 @@ class TuningController:
         self._searches += searches
         self._decide(searches)
 
-    def release(self, target: TunableTarget[S]) -> TuningSession[S] | None:
-        """Take the session (the record of trials) from a target's search and return it, on rank 0.
+    def refine(self, target: TunableTarget[S]) -> bool:
+        """Count an iteration in which nothing is tried, and continue the target's search if a refinement is due.
 
-        The search then ends when the setting that runs now has been measured.
+        Collective if a refinement is due.
+
+        Returns:
+            True if there is a search for the target now.
+        """
+        refinements = self._refinements.get(target)
+        if refinements is None or not refinements.schedule.add():
+            return False
+        schedule, session, pays = refinements.schedule, refinements.session, False
+        search = _Search(target, session, refines=True)
+        if session is not None and not self.failed:
+            pays = bool(self._guarded(search, partial(target.refine, session, schedule.left)))
+        if self._control.broadcast(pays):
+            self._searches.append(search)
+            self._decide([search])
+        else:
+            schedule.ended(0, improved=False)
+        return self.tries(target)
+
+    def release(self, target: TunableTarget[S]) -> TuningSession[S] | None:
+        """Remove the session (the record of trials) from a target's search, and return it on rank 0.
+
+        If the search is still in progress, it ends without the session, as soon as the current setting is measured.
         """
         session = None
+        if (refinements := self._refinements.get(target)) is not None:
+            session, refinements.session = refinements.session, None
         for search in self._searches:
             if search.target is target:
                 session, search.session = search.session, None
         return session
 
     def abandon(self, target: TunableTarget[S]) -> None:
-        """End the search of a target without a result. Call on all ranks."""
+        """End the search of a target without a result, and its refinements. Call on all ranks."""
+        self._refinements.pop(target, None)
         self._searches = [search for search in self._searches if search.target is not target]
 
     def iteration_ended(self) -> None:
-        """Count an iteration, and end the measurements that are complete with it. Collective if `agrees`.
+        """Count an iteration, and end the measurements that are complete with it. Collective if `agrees` is True.
 
-        Do not call it for iterations that were slower for another reason than the setting, such as profiling.
+        Do not call it after iterations that were slower for another reason than the setting, such as profiling.
         """
         due = []
         for search in self._searches:
+            search.iterations += 1
             search.iterations_left -= 1
             if search.iterations_left <= 0:
                 due.append(search)
@@ -197,7 +246,7 @@ class TuningController:
             searches = again
 
     def _begin_search(self, search: _Search[Any]) -> None:
-        """Measure what the search needs, and begin its session on rank 0. Collective."""
+        """Run the measurements on which the search depends, and begin its session on rank 0. Collective."""
         search.target.prepare()
         if self._control.rank == 0:
             search.session = self._guarded(search, partial(search.target.search, search.session))
@@ -223,7 +272,18 @@ class TuningController:
             target.keep()
             if search.session is not None:
                 self._guarded(search, partial(target.report, search.session))
+            self._plan_refinement(search, now.knobs)
         return True
+
+    def _plan_refinement(self, search: _Search[S], kept: S) -> None:
+        """Plan the next refinement of a target whose search has ended and which keeps the setting `kept`."""
+        target = search.target
+        if target.refine_until <= 0:
+            return
+        refinements = self._refinements.setdefault(target, _Refinements(RefinementSchedule(target.refine_until), kept))
+        if search.refines:
+            refinements.schedule.ended(search.iterations, improved=kept != refinements.kept)
+        refinements.kept, refinements.session = kept, search.session
 
     def _record(self, search: _Search[Any], spans_s: Sequence[float]) -> None:
         """Record the times of the running setting in the search's session, and log progress at intervals, on rank 0."""
@@ -235,7 +295,12 @@ class TuningController:
                 search.session = target.stays = None
             return
         self._guarded(search, partial(target.record, session, spans_s))
-        if search.session is None or session.done or time.monotonic() - self._logged_s <= progress_every_s():
+        if (
+            search.session is None
+            or session.done
+            or search.refines
+            or time.monotonic() - self._logged_s <= progress_every_s()
+        ):
             return
         progress = self._guarded(search, partial(target.progress, session))
         if progress is not None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from sirtaki.autotune.arms.planners import Planner, make_planners
-from sirtaki.autotune.arms.techniques import CompressorArm
+from sirtaki.autotune.arms.techniques import ArmChoice, CompressorArm, chosen_arms
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
 from sirtaki.autotune.meta.session import (
@@ -22,6 +22,7 @@ from sirtaki.autotune.meta.session import (
     REFINEMENT_ARM,
     REGISTRY_ARM,
     Purpose,
+    Remembered,
     TuningSession,
     proof_iterations,
 )
@@ -30,13 +31,13 @@ from sirtaki.autotune.trial import Arm
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.settings import Settings
 from sirtaki.errors import in_a_line
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, counted
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import Decision, TrialEnded
 
 from .cache import CacheHit, TuningCache, condition_of
 from .plans import Carried, traffic
-from .report import describe_change, describe_result, describe_retune
+from .report import describe_change, describe_overhead, describe_result, describe_retune
 from .trial_log import StepTimer, TrialLogWriter
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ SEED = 0
 """Seed of the tuner's random numbers. With a constant seed, jobs with equal measurements try the same settings."""
 
 RETUNE_SEARCH_ITERATIONS = 12
-"""Maximum iterations of a search after a change of communication time, without the final comparison with the setting
-that ran before."""
+"""Maximum iterations of a search after a change of communication time. Does not count the final comparison with the
+setting that ran before."""
 
 MEASURED, MEASURED_IN_RETUNE = 2, 1
 """Measured iterations of each setting tried: in the first search, and in a search after communication time changed.
@@ -66,6 +67,7 @@ class KnobSearch:
     Attributes:
         default: setting without tuning.
         stays: setting to run while nothing is tried; None = the default.
+        reason: why the last search has ended, for messages. "" before its end.
         times: typical durations of the parts of a training step on this rank.
         retuning: True in a search after a change of communication time.
         given: setting in the user's plan file, which is tried first; None = no plan file.
@@ -78,9 +80,10 @@ class KnobSearch:
         cache: TuningCache,
         *,
         default: Knobs,
-        arms: Sequence[Arm] | None,
+        arms: Sequence[ArmChoice] | None,
         discarded_iterations: int,
         presumed: bool = True,
+        saturates: bool = False,
         where: Callable[[], str] = str,
     ) -> None:
         """Begin without a session.
@@ -92,21 +95,22 @@ class KnobSearch:
             arms: search methods (arms); None = the default ones.
             discarded_iterations: number of iterations after a change of setting that are not measured.
             presumed: True if planners propose settings before measured times have confirmed their cost model.
+            saturates: True if the default probably fills the links, so that the search may end after a few trials.
             where: returns a description of the current iteration, for the log of a failure.
         """
         self._settings, self._cache, self.default = settings, cache, default
         self._discarded_iterations = discarded_iterations
-        self._arms, self._presumed, self._where = arms, presumed, where
+        self._arms, self._presumed, self._saturates, self._where = arms, presumed, saturates, where
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self.stays: Knobs | None = None
+        self.reason = ""
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # settings that this job chose before `stays`, the newest first
         self.retuning = False
-        self._reported: TuningSession | None = None  # the last session that has ended; `refine` may have resumed it
         self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
         self.times = StepTimer()
@@ -120,9 +124,11 @@ class KnobSearch:
         *,
         place: Sequence[int] = (),
     ) -> TuningSession | None:
-        """Return a session (a search in progress) that checks the setting of an earlier job; None if there is none.
+        """Return a session (a search in progress) that checks the setting of an earlier job. None if there is none.
 
-        If this elastic job was tuned before a restart, with its ranks on the same hosts, set `stays` to that result.
+        If the registry has no setting of an earlier job, use tuning results from before a restart of this elastic job.
+        If these results are final and the ranks are on the same hosts as then, set `stays` to the tuned setting, and
+        return a session that has already ended with this setting.
 
         Args:
             layouts: layouts of the flat buffers.
@@ -133,11 +139,9 @@ class KnobSearch:
         """
         self._layouts = layouts
         self._hit = self._cache.look_up(layouts, space)
-        session = None
-        if self._hit.exact is not None:
-            session = self._begin(space, None)
-        else:
+        if self._hit.exact is None:
             self._continue_from(before, space, tuple(place))
+        session = None if self._hit.exact is None else self._begin(space, None)
         if self._hit.message and self.stays is None:
             logger.info("%s", self._hit.message)
         return session
@@ -145,29 +149,32 @@ class KnobSearch:
     def _continue_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> None:
         """Use tuning results from before a restart of an elastic job, given in `before`, the newest first.
 
-        If the ranks were placed on hosts as now, set `stays` to that result, or continue with its trials if its search
-        was unfinished. Otherwise try the newest result first in the new search.
+        If a result was measured with the current placement of ranks on hosts, set `stays` to its setting, or continue
+        with its trials if the search was not complete. If there is no such result, try the setting of the newest result
+        first in the new search.
         """
         possible = [carried for carried in before if carried.knobs in space]
         here = next((carried for carried in possible if carried.place == place), None)
         if here is not None and here.settled:
             logger.info(
-                "the ranks are on the same hosts as before an elastic restart, so the setting tuned there is kept: %s",
+                "after an elastic restart on the same hosts, Sirtaki keeps the setting tuned before the restart: %s",
                 here.knobs.describe(),
             )
             self.stays = here.knobs
+            exact = Remembered(knobs=here.knobs, best_s=math.inf, default_s=math.inf, gain=here.gain)
+            self._hit = CacheHit(exact=exact, history=here.trials)
         elif here is not None and here.trials:
             logger.info(
-                "the ranks are on the same hosts as before an elastic restart; tuning continues after the %d trials "
-                "made there",
-                len(here.trials),
+                "after an elastic restart on the same hosts, tuning continues and uses the %s from before the restart",
+                counted(len(here.trials), "trial"),
             )
             self._hit = replace(self._hit, history=here.trials)
         elif possible:
             self._suggested = [possible[0].knobs]
             counts = (n for each in (place, possible[0].place) for n in (len(each), len(set(each))))
             logger.info(
-                "the elastic job is tuned again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)",
+                "the elastic job now has %d ranks on %d host(s) and is tuned again, beginning with the setting for "
+                "%d ranks on %d host(s)",
                 *counts,
             )
 
@@ -184,25 +191,26 @@ class KnobSearch:
         logger.info("%s", describe_change(ratio, RETUNE_SEARCH_ITERATIONS + proof))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
         self._bandit, self.model, self._planners = None, None, ()
-        self._reported = None
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimer()
         self.times.cold_between_s = cold_between_s
         self._log.retunes(running, ratio, iteration=iteration)
 
-    def refine(self, iterations_left: int) -> bool:
-        """Resume the last session, which then tries more settings. Return False if that would not pay.
+    def refine(self, session: TuningSession, iterations_left: int, space: KnobSpace) -> bool:
+        """Resume a session that has ended, to try more settings. Return False if further trials are not worthwhile.
 
         Args:
+            session: the last session.
             iterations_left: number of training iterations that would profit from a faster setting.
+            space: settings that may be chosen.
         """
-        return self._reported is not None and self._reported.resume(iterations_left)
 
-    @property
-    def resumed(self) -> TuningSession | None:
-        """The session that `refine` has resumed; None if it has ended, or if none was resumed."""
-        return None if self._reported is None or self._reported.done else self._reported
+        def make_arm() -> BanditArm:  # called if the session has only checked an earlier job's setting
+            self._bandit = self._make_bandit(space, space)
+            return self._bandit
+
+        return session.resume(iterations_left, make_arm)
 
     def search(
         self,
@@ -244,21 +252,23 @@ class KnobSearch:
             return action()
         except Exception as err:
             logger.warning(
-                "planners (search methods with a model of the network) have failed; tuning continues without them: %s",
+                "search methods of the tuner have failed, and tuning continues without them: %s",
                 in_a_line(err, self._where()),
             )
-            logger.debug(
-                "traceback of the error in the planners (search methods with a model of the network)", exc_info=True
-            )
+            logger.debug("the tuner's search failed with this traceback", exc_info=True)
             return otherwise
 
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
         rng = np.random.default_rng(SEED)
-        if self._arms is not None:
-            arms = [*self._arms, *([CompressorArm(space)] if space.lossy else [])]
+        choices = self._arms
+
+        def build_chosen() -> BanditArm:
+            assert choices is not None
+            arms = [*chosen_arms(choices, space=space, rng=rng), *([CompressorArm(space)] if space.lossy else [])]
             window = window_for(self._budget_iterations // ITERATIONS_PER_TRIAL, len(arms))
             return BanditArm(arms, rng=rng, window=window, where=self._where)
-        build = functools.partial(
+
+        build_default = functools.partial(
             default_arms,
             space=promising,
             whole_space=space,
@@ -267,11 +277,11 @@ class KnobSearch:
             planners=self._planners,
             where=self._where,
         )
-        # Make the search methods in another thread, because modules that they import may keep exceptions of failed
-        # imports. The traceback of such an exception keeps all frames of its stack alive. In this thread, these would
-        # include user code and its model.
+        # Create the search methods in another thread, because modules that they import may store exceptions of failed
+        # imports. The traceback of such an exception keeps all frames of its call stack alive. The call stack of this
+        # thread includes user code, so that the user's model would never be freed.
         with ThreadPoolExecutor(max_workers=1) as stack:
-            return stack.submit(build).result()
+            return stack.submit(build_default if choices is None else build_chosen).result()
 
     def record(self, session: TuningSession, spans_s: Sequence[float], *, iteration: int) -> None:
         """Record the times of the running setting in the session and the trial log, and notify watchers.
@@ -310,7 +320,7 @@ class KnobSearch:
         self.times.pause()
 
     def _update_pace(self) -> None:
-        """Update the cost model to the usual durations of steps, because the profiled first steps were slower."""
+        """Replace the durations of the cost model, which are those of the slow first steps, by those of usual steps."""
         if self.model is None:
             return
         if self.times.usual is not None:
@@ -334,11 +344,11 @@ class KnobSearch:
     def report(self, session: TuningSession, *, iteration: int) -> None:
         """Store the result of a session (a search that has ended) in the registry, and log it."""
         result = session.result
-        refined, self._reported = session is self._reported, session
-        if refined and result.knobs == self.stays:
-            return
-        if refined:
-            stored = not self.retuning and self._cache.keep(result, session.trials, complete=True, links=self._links)
+        if session.resumed:
+            # Store the trials also if the setting stays, so that the next job does not try these settings again.
+            stored = self._keep_condition(session) if self.retuning else self._keep(session)
+            if result.knobs == self.stays:
+                return
             text = f"changed to a faster setting: {describe_result(result, self.times.usual, self._name(result.arm))}"
         elif self.retuning:
             stored = self._keep_condition(session)
@@ -346,11 +356,14 @@ class KnobSearch:
             text = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
         else:
             # If measurements were too noisy to confirm the result, the next job continues the search.
-            stored = self._cache.keep(result, session.trials, complete=not result.doubt, links=self._links)
+            stored = self._keep(session, complete=not result.doubt)
             text = describe_result(result, self.times.usual, self._name(result.arm))
             self._usual_default_s = result.default_span_s
-        logger.info("%s%s", text, "; stored in the registry" if stored else "")
-        self._update_pace()  # writes the model to the log, from which `sirtaki plan` reads it
+            if session.left_alone:
+                link = self._links.get(result.knobs.route)
+                text += f"; {describe_overhead(result.knobs, self._layouts, link)}"
+        logger.info("%s", f"{text}; {stored}" if stored else text)
+        self._update_pace()  # also writes the cost model to the trial log, where `sirtaki plan` reads the cost model
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
         if watchers.watching:
             event = Decision(
@@ -366,31 +379,37 @@ class KnobSearch:
             watchers.notify(lambda watcher: watcher.decision(event), iteration=iteration)
         earlier = [] if self.stays is None else [self.stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
-        self.stays = result.knobs
+        self.stays, self.reason = result.knobs, result.reason
 
-    def _keep_condition(self, session: TuningSession) -> bool:
+    def _keep(self, session: TuningSession, *, complete: bool = True) -> str:
+        """Store the result and the trials of a session in the registry.
+
+        Return where they were stored, in words; "" if they were not.
+        """
+        return self._cache.keep(session.result, session.trials, complete=complete, links=self._links)
+
+    def _keep_condition(self, session: TuningSession) -> str:
         """Store the result of a later search, for the current condition of the network only.
 
-        The result of the first search stays in the registry. Return whether the new one was stored.
+        The result of the first search stays in the registry. Return where the new one was stored; "" if it was not.
         """
         default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
         condition = condition_of(default_s / self._usual_default_s)
-        result = replace(session.result, default_span_s=default_s, gain=None)  # its gain is not over the default
-        return bool(condition) and self._cache.keep(
-            result, session.trials, complete=True, links=self._links, condition=condition
-        )
+        # Remove the gain, because it was measured over the setting that ran before, not over the default.
+        result = replace(session.result, default_span_s=default_s, gain=None)
+        if not condition:
+            return ""
+        return self._cache.keep(result, session.trials, complete=True, links=self._links, condition=condition)
 
     def remember(self, session: TuningSession | None) -> None:
         """Store the trials of an unfinished search (session) in the registry, so that the next job continues it."""
-        if session is not None and session is not self._reported and not self.retuning and session.trials:
+        if session is not None and not (session.done or session.resumed or self.retuning) and session.result.n_trials:
             result = session.result
-            stored = self._cache.keep(result, session.trials, complete=False, links=self._links)
+            stored = self._keep(session, complete=False)
             logger.info(
                 "the job ends before tuning is complete; result so far: %s; %s",
                 describe_result(result, self.times.usual, self._name(result.arm)),
-                "it is stored in the registry, and the next job continues"
-                if stored
-                else "the next job starts tuning again",
+                f"{stored}, and the next job continues" if stored else "the next job starts tuning again",
             )
         self._log.close()
 
@@ -399,9 +418,10 @@ class KnobSearch:
         self._cache.close()
 
     def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> TuningSession:
+        ends_early = self._saturates and arm is not None and self._arms is None and not (self.retuning or space.lossy)
         return TuningSession(
             space=space,
-            default=self.stays or self.default,
+            default=(self.retuning and self.stays) or self.default,
             arm=arm,
             rng=np.random.default_rng(SEED),
             budget_iterations=self._budget_iterations,
@@ -409,9 +429,11 @@ class KnobSearch:
             retune=self.retuning,
             discarded_iterations=self._discarded_iterations,
             exact=self._hit.exact if arm is None else None,
+            checks=self.retuning or self.stays is None,
             seeds=seeds,
             given=None if self.retuning else self.given,
             history=self._hit.history,
+            contrasts=space.contrasts(self.default) if ends_early and not space.nccl else (),
             identity=functools.cache(functools.partial(traffic, layouts=self._layouts)),
         )
 

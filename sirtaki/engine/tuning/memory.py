@@ -21,6 +21,11 @@ _T = TypeVar("_T")
 _R = TypeVar("_R", bound=StoredSetting)
 
 
+def stored(record: StoredSetting, store: Store) -> str:
+    """Return where a record was stored, for the log: `stored in the registry /home/me/registry.db (entry 98ce2b6d)`."""
+    return f"stored in the registry {store.name} ({record.called} {record.id[:8]})"
+
+
 class SettingsMemory:
     """Reads and writes the registry of settings that earlier jobs found. Only rank 0 has an instance.
 
@@ -31,7 +36,8 @@ class SettingsMemory:
     Each read or write opens the registry and closes it again, because a job runs much longer than its search.
 
     Attributes:
-        warned: a warning was logged; further problems are logged at level DEBUG.
+        name: path or URL (without password) of the registry that was opened last. "" if none was opened.
+        warned: True if a warning was logged. Further problems are then logged at level DEBUG.
     """
 
     def __init__(self, url_or_path: str | None = None) -> None:
@@ -42,6 +48,7 @@ class SettingsMemory:
         """
         self._url_or_path = url_or_path
         self._off = url_or_path == REGISTRY_OFF
+        self.name = ""
         self.warned = False
 
     def recall(self, kind: type[_R], key: Key, wanted: object, accept: Callable[[_R], _T | None]) -> _T | None:
@@ -67,13 +74,13 @@ class SettingsMemory:
         nothing: list[Neighbour] = []
         return self.read(lambda store: neighbours(store, job), nothing)
 
-    def keep(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> bool:
-        """Store a record in the registry.
+    def keep(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> str:
+        """Store a record in the registry, and return where it was stored, in words (`stored`).
 
-        Return False if it was not stored because of an error, or because the registry has a better record for this job.
+        Return "" if it was not stored because of an error, or because the registry has a better record for this job.
         The record `disproved` is replaced even if it is better.
         """
-        return self.attempt(lambda store: store.put(record, disproved=disproved), False)
+        return self.attempt(lambda store: stored(record, store) if store.put(record, disproved=disproved) else "", "")
 
     @property
     def exists(self) -> bool:
@@ -105,6 +112,7 @@ class SettingsMemory:
     def _run(self, action: Callable[[Store], _T]) -> _T:
         try:
             store = self._open()
+            self.name = store.name
         except Exception:
             self._off = True  # do not try again, because each attempt could wait for a server or a lock
             raise
@@ -128,8 +136,7 @@ class SettingsMemory:
 
         assert err.path is not None
         logger.warning(
-            "the registry file (results of earlier jobs) cannot be read: %s; Sirtaki renamed it to %s and creates a "
-            "new registry",
+            "the registry of tuning results is damaged: %s; Sirtaki renamed its file to %s and creates a new registry",
             err,
             set_aside(err.path),
         )
@@ -145,7 +152,7 @@ class SettingsMemory:
             if self._url_or_path is None or "://" not in self._url_or_path:
                 raise
             self._warn(
-                "the registry in SIRTAKI_REGISTRY (results of earlier jobs) cannot be used: %s; Sirtaki uses the local "
+                "the registry of tuning results in SIRTAKI_REGISTRY cannot be used: %s; Sirtaki uses the local "
                 "registry %s for this job (`sirtaki registry export` and `import` copy entries between registries)",
                 err,
                 default_path(),

@@ -33,10 +33,16 @@ MOST_TRIED = 8
 """Maximum number of settings with deferred updates to try, including the setting that the tuner has chosen."""
 
 UNITS = 16
-"""Approximate number of units (buckets) of the first setting to try after the tuner's, if times cannot be predicted."""
+"""Approximate number of units (buckets) of the setting that is tried second, after the tuned one.
+
+Used if times cannot be predicted.
+"""
 
 COUNTS = (4, 6, 8, 12, 16, 24)
-"""Approximate numbers of units (buckets) of the settings whose iteration times are predicted."""
+"""Approximate numbers of units (buckets) into which gradients are cut in the settings that are considered.
+
+Their iteration times are predicted, and those with short times are tried.
+"""
 
 MOST_EXPECTED = 4
 """Maximum number of settings to try because their predicted iteration time is short."""
@@ -54,11 +60,11 @@ WORTHWHILE = 0.01
 SKIPPED, TIMED = 1, 2
 """Numbers of untimed and of timed iterations in one measurement of a setting. The untimed iterations come first.
 
-One more iteration follows, whose update is made in `step()`. In it the ranks agree on the measured time.
+One more iteration follows, in which the update is made in `step()` and the ranks agree on the measured time.
 """
 
 BUDGET = 60
-"""Maximum number of measurements in a search for deferred updates, those included that are discarded."""
+"""Maximum number of measurements in a search for deferred updates. Discarded measurements count, too."""
 
 PREPARING = 2
 """Number of iterations whose updates must be made in `step()` before updates may be deferred."""
@@ -70,7 +76,7 @@ class OverlapChoice:
 
     Attributes:
         knobs: communication setting, including how gradients are cut into units (buckets).
-        is_deferred: the optimizer update is deferred into the next forward pass.
+        is_deferred: True if the optimizer update is deferred into the next forward pass.
     """
 
     knobs: Knobs
@@ -128,7 +134,7 @@ class OverlapArm:
         self._taken_s.update((trial.knobs, trial.span_s) for trial in trials if trial.knobs.is_deferred)
 
     def _candidates(self) -> Iterator[OverlapChoice]:
-        """Yield settings in the order in which to try them, including those that were tried already."""
+        """Yield all settings to try, in order. Settings that were tried already are included."""
         yield OverlapChoice(self._tuned, is_deferred=True)
         if self._expected:
             yield from (OverlapChoice(knobs, is_deferred=True) for knobs in self._expected)
@@ -195,9 +201,10 @@ class Deferrable(Protocol):
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """Return the model of latency and bandwidth between hosts, and the seconds between two communications.
+        """Return the model of latency and bandwidth between hosts (None if unknown), and the forward time in seconds.
 
-        The model is None if it is unknown.
+        The forward time is the usual time from the last reduced gradient of a step to the first ready gradient of the
+        next step.
         """
         ...
 
@@ -226,7 +233,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         Args:
             control: control plane of the job.
             pipeline: gradient pipeline whose updates may be deferred.
-            tries: use deferred updates only if a search proves that they are faster. Equal on all ranks.
+            tries: True to use deferred updates only if a search proves that they are faster. Equal on all ranks.
         """
         self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
@@ -239,7 +246,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         self.begin()
 
     def begin(self) -> None:
-        """Stop deferring updates and end any search in progress. The preparation then begins again.
+        """Stop deferring updates and end any search in progress. Begin a new preparation (`PREPARING` iterations).
 
         Call on all ranks before the units (buckets) or their launch order change.
         """
@@ -285,7 +292,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             synchroniser: the pipeline that reduced the iteration's gradients.
             profiled: measurements of the last iteration in which the order of gradients was profiled. None if there
                 was none.
-            joined: this rank has called `join()`, so its measurements do not count.
+            joined: True if this rank has called `join()`, so that its measurements do not count.
         """
         self._ends_s.append(time.perf_counter())
         self._joined = joined
@@ -304,11 +311,14 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     def _agree_on_pace(
         self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
-        """Agree on when gradients become ready and parameters are read. Collective."""
+        """Agree on the times at which gradients become ready, and on the order in which parameters are read.
+
+        Collective.
+        """
         count = synchroniser.n_params
         own = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
-            own[:count] = count  # this default sorts parameters that are never read to the end
+            own[:count] = count  # default position, so that parameters that are never read come last
             own[list(self.reads)] = np.arange(len(self.reads))
             stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
             own[count:-3] = stretch * np.array(profiled.ready_s)

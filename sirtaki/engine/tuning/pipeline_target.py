@@ -7,18 +7,19 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
 
-from sirtaki.autotune.drift import DriftWatch, RefinementSchedule
+from sirtaki.autotune.arms.techniques import ArmChoice
+from sirtaki.autotune.drift import DriftWatch
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.model.planning import PlanningModel
-from sirtaki.autotune.trial import Arm
 from sirtaki.comm.compress import Cost, PowerSgd
 from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.stragglers import StragglerWatch
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.flags import Drift
 from sirtaki.comm.gradients.pipeline import GradientPipeline
@@ -33,10 +34,10 @@ from sirtaki.comm.plan import (
 )
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import ReduceOp
-from sirtaki.engine.console import NO_LOG, TuningProgress, tuning_ahead, tuning_off
-from sirtaki.engine.settings import Settings
+from sirtaki.engine.console import NO_LOG, TuningProgress, tuning_off
+from sirtaki.engine.settings import TRACE, Settings
 from sirtaki.errors import ConfigError, PlanError, TransportError
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, counted, in_ms
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import IterationEnded
 
@@ -56,12 +57,17 @@ from .plans import (
     open_default,
     plans_for,
     still_possible,
+    why_fewer_streams,
     without_planners,
 )
-from .report import describe_lossy, describe_progress
+from .report import describe_lossy, describe_progress, tuning_ahead
 from .target import TunableTarget
 
 logger = logging.getLogger(__name__)
+
+NAN_EVERY = 10
+"""Interval, in iterations, at which an averaged gradient is checked for NaN. A longer interval than 1 is sufficient,
+because NaN in parameters stays."""
 
 MEASURED_LOSS = 20
 """Number of iterations after the search in which the precision that compression loses is measured."""
@@ -138,6 +144,13 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
     return Router(control, timeout_s=settings.transport_timeout_s, device=device, nccl=nccl)
 
 
+@cache
+def _log_once(text: str) -> None:
+    """Log the line `text` once in this process. Log nothing if `text` is ""."""
+    if text:
+        logger.info("%s", text)
+
+
 def without_others(settings: Settings) -> str:
     """Return the log line of a job with one rank, which says that nothing is reduced and nothing tuned."""
     return (
@@ -166,10 +179,11 @@ class PipelineTarget(TunableTarget[Knobs]):
         names: Sequence[str],
         *,
         reduction: Reduction,
-        arms: Sequence[Arm] | None = None,
+        arms: Sequence[ArmChoice] | None = None,
         carried: CarriedTuning | None = None,
         overlaps: bool = False,
         rank: int | None = None,
+        stragglers: StragglerWatch | None = None,
     ) -> None:
         """Open the transports (router) and the gradient pipeline. Collective.
 
@@ -183,17 +197,19 @@ class PipelineTarget(TunableTarget[Knobs]):
             carried: tuning results from before the restarts of an elastic job; None if the job is not elastic.
             overlaps: True to defer updates into the next forward pass. The value of rank 0 is used on all ranks.
             rank: rank of this process in messages; None = its rank in `control`.
+            stragglers: gets the time for which this rank waits in each iteration; None = no comparison of ranks.
 
         Raises:
             ConfigError: the user's plan cannot be read, and the job is not elastic. Raised on all ranks.
         """
         self._control = control = control.scope()
+        self._stragglers = stragglers
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
         self._carried = carried  # results from before restarts; None if the job is not elastic
         self._key = "" if carried is None else key_of(names, params)
         self._kept: Knobs | None = None  # result of the last search since the last restart of an elastic job
         self.router = open_router(control, settings, params)
-        self.router.between_nodes = reduction.compression is not None
+        self.router.compresses = reduction.compression is not None
         total_bytes = sum(param.numel() * reduction.wire_dtype_for(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)
@@ -206,6 +222,8 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
         self._loss_iterations = 0  # iterations until the precision lost by compression is logged
         space = replace(space, lossy=self._allowed)
+        # All settings, including routes that are never tried in a search. They are used if shared memory is exhausted.
+        self._possible = space
         self.space, self.default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = GradientPipeline(
             params,
@@ -221,6 +239,10 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.knobs = self.default
         self._total_bytes, self._reported_s = total_bytes, math.nan
         self._arms = arms
+        # Do not read averaged gradients (to check for NaN) if updates are deferred, because reading `.grad` would wait
+        # for the updates, nor on a GPU, because reading an element would block the host.
+        reads_gradients = control.rank == 0 and bool(params) and params[-1].device.type == "cpu" and not overlaps
+        self._warns_of_nan = reads_gradients and not settings.check_nan
         self.tuning = settings.tunes
         wanted, tries, refine_until, self._freeze_after = control.broadcast(
             (overlaps, self.tuning, settings.refine_until, settings.freeze_after)
@@ -228,19 +250,18 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.controller = TuningController(control, where=self._sync.where)
         self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
-        self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
+        self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # measurements of the last iteration
         self._promising: Sequence[Route] = ()  # routes that were fast in the measurements before the first search
         self._changed: Sequence[Route] = ()  # routes to be measured again after a change of communication time
         self._measured: Measured | None = None
-        self._search: KnobSearch | None = None  # on rank 0
+        self._search: KnobSearch | None = None  # set on rank 0 only
         self._drift: DriftWatch | None = None
-        self._refinements: RefinementSchedule | None = None  # None = the setting is not refined
-        self._refining_since: int | None = None  # iteration in which the current refinement began
         if self.tuning:
             if control.size > 1 and self.space.has_choices:
                 self._drift = DriftWatch()
-                # Updates deferred into the forward pass have a search of their own, with another measure of time.
-                self._refinements = RefinementSchedule(refine_until) if self.overlap is None else None
+                # Do not refine if updates may be deferred into the forward pass. Deferred updates have their own
+                # search, which compares iteration times instead of communication times.
+                self.refine_until = refine_until if self.overlap is None else 0
             kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
             if control.rank == 0:
                 self._search = KnobSearch(
@@ -248,18 +269,20 @@ class PipelineTarget(TunableTarget[Knobs]):
                     TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
                     default=self.default,
                     arms=arms,
-                    # Discard one more iteration on a GPU, where each iteration reports the times of the previous one.
-                    discarded_iterations=2 if self.on_streams else 1,
+                    discarded_iterations=self._discarded_iterations,
                     # Let planners propose settings at once only on GPUs or between hosts. On one host, communication
                     # and compute share the processors, which the measurements before the search do not show.
                     presumed=self.on_streams or not control.one_node,
+                    # On one node, the default probably fills the links (NVLink or PCIe) with one NCCL communicator.
+                    saturates=self.default.transport is TransportKind.NCCL and control.one_node,
                     where=self._sync.where,
                 )
+        if control.rank == 0 and self.tuning and settings.streams is None:
+            _log_once(why_fewer_streams(self.router, self.default.route, ranks=control.size))
         if control.rank == 0 and not (carried is not None and carried.of(self._key)):
-            count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
             logger.info(
                 "gradients of %s are all-reduced between %d ranks with the setting %s",
-                count,
+                counted(len(params), "parameter"),
                 control.size,
                 self._intention(settings),
             )
@@ -271,7 +294,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
         if not self.space.has_choices:
             return f"{self.default.describe()}; not tuned, because no other setting is possible"
-        return f"{self.default.describe()}; {tuning_ahead(settings)}"
+        return f"{self.default.describe()}; {tuning_ahead(settings, discarded_iterations=self._discarded_iterations)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
         """Return the default plan (buckets and streams) for a flat buffer of a new layout. Collective.
@@ -279,7 +302,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         If shared memory is exhausted, choose another default setting first.
         """
         if self.default.route not in self.router.routes:
-            space = still_possible(self.space, self.router)
+            space = replace(still_possible(self._possible, self.router), classes=self.space.classes)
             self.space, self.default = open_default(space, self._control, self.router, self._choose)
         return self.default.but(cuts=None).to_plan(layout)
 
@@ -297,10 +320,15 @@ class PipelineTarget(TunableTarget[Knobs]):
         return self.router.device.streams
 
     @property
+    def _discarded_iterations(self) -> int:
+        # Discard one more iteration on a GPU, where each iteration reports the times of the previous one.
+        return 2 if self.on_streams else 1
+
+    @property
     def can_defer(self) -> bool:
         """True if the end of this iteration may be deferred into the next forward pass.
 
-        It may if the iteration sends nothing more once all units (buckets) are launched.
+        This requires that the iteration needs no communication after all units (buckets) are launched.
         """
         ready = self.overlap is not None and self.overlap.ready
         return ready and not self.tuning and not self._loss_iterations and self._sync.can_defer
@@ -312,8 +340,13 @@ class PipelineTarget(TunableTarget[Knobs]):
             joined: True if this rank has no more data and contributes zeros.
         """
         report = self._sync.finish(joined=joined)
-        if watchers.watching:
-            self._notify_watchers(report)
+        if self._stragglers is not None:
+            counts = not (joined or report.ready_s or self.controller.searching)
+            self._stragglers.iteration_ended(max(0.0, report.span_s - report.backward_s), counts=counts)
+        if watchers.watching or logger.isEnabledFor(TRACE):
+            self._report_iteration(report)
+        if self._warns_of_nan and self._sync.iteration % NAN_EVERY == 0:
+            self._look_for_nan()
         if self.tuning and self._search is not None:
             self._search.times.note(report)
         if report.profiled:
@@ -330,20 +363,20 @@ class PipelineTarget(TunableTarget[Knobs]):
     def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
         """Handle the end of an iteration while no setting is searched. Collective.
 
-        Watch for a change of communication time, and measure the loss of compression or prepare deferred updates.
+        Watch for a lasting change of the communication time. If it begins no new search, measure the error that
+        compression causes, or else prepare deferred updates.
         """
         frozen = self._freeze_after is not None and self._sync.iteration >= self._freeze_after
         if self._drift is not None and not frozen:
             self._watch(self._drift, self._report.span_s, self._sync.drift)
-            if not self.tuning and self._refinements is not None and self._refinements.add():
-                self._refine()
+            self.tuning = self.tuning or self.controller.refine(self)
         if self._loss_iterations and not self.tuning:
             self._measure_loss()
         elif self.overlap is not None and not self.tuning:
             self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
 
-    def _notify_watchers(self, report: IterationReport) -> None:
-        """Report the times of an iteration to watchers (the user's callbacks).
+    def _report_iteration(self, report: IterationReport) -> None:
+        """Report the times of an iteration to watchers (the user's callbacks), and log them at level TRACE.
 
         The step time is the time since the previous report.
         """
@@ -357,14 +390,42 @@ class PipelineTarget(TunableTarget[Knobs]):
             tuning=self.tuning,
         )
         watchers.notify(lambda watcher: watcher.iteration(event), iteration=event.number)
+        if logger.isEnabledFor(TRACE):
+            logger.log(
+                TRACE,
+                "step %d%s: communication takes %s, of which %s after the backward pass, with the setting %s",
+                event.number,
+                "" if math.isnan(event.step_s) else f" took {in_ms(event.step_s)}",
+                in_ms(event.communication_s),
+                in_ms(event.exposed_s),
+                self.knobs.describe(),
+            )
+
+    def _look_for_nan(self) -> None:
+        """Warn once if the averaged gradient of the last weight matrix begins with NaN or infinity.
+
+        The last matrix usually belongs to the output layer. Its gradient is NaN if the loss or its input is. Only one
+        element is read, because reading all gradients would slow each step down.
+        """
+        name, param = next((one for one in reversed(self._named) if one[1].dim() > 1), self._named[-1])
+        if type(param.grad) is not torch.Tensor or param.grad.layout is not torch.strided or not param.grad.numel():
+            return
+        if not param.grad[(0,) * param.grad.dim()].isfinite():
+            self._warns_of_nan = False
+            logger.warning(
+                "the averaged gradient of %s has a NaN or infinite element in step %d; to find where it began, set "
+                "SIRTAKI_CHECK_NAN=1 (with a gradient scaler, an occasional such step is normal)",
+                name,
+                self._sync.iteration,
+            )
 
     # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
         """Handle the end of a profile of the order of gradients. Collective.
 
-        Begin the search for the fastest setting. If it has begun before, use the chosen setting for the flat buffers,
-        which may have new layouts.
+        After the first profile, begin the search for the fastest setting. After later profiles, use the chosen setting
+        for the flat buffers again, because the flat buffers may have new layouts.
         """
         if self.overlap is not None:
             if self.overlap.trying:
@@ -433,7 +494,7 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def stays(self) -> Knobs | None:
-        """Setting to run while nothing is tried, on rank 0; None = the default."""
+        """Setting to run while no setting is tried. None = the untuned default. Set on rank 0 only."""
         return None if self._search is None else self._search.stays
 
     @stays.setter
@@ -442,10 +503,10 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._search.stays = knobs
 
     def recall(self) -> TuningSession | None:
-        """Return a session (a search in progress) that checks an earlier job's setting; None without one. On rank 0."""
+        """Return a session (a search in progress) that checks an earlier job's setting. None if there is no such
+        setting. Called on rank 0 only.
+        """
         assert self._search is not None
-        if self._refining_since is not None:
-            return self._search.resumed
         before = [] if self._carried is None else self._carried.of(self._key)
         return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
@@ -466,7 +527,9 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.space, self._measured = found.space, found
 
     def search(self, session: TuningSession | None) -> TuningSession:
-        """Begin a search for the fastest setting with the measurements of `prepare`, and return its session. On rank 0.
+        """Begin a search for the fastest setting, and return its session. Called on rank 0, after `prepare`.
+
+        The search uses the network's times that `prepare` has measured.
 
         Args:
             session: session that has checked an earlier job's setting and is continued; None = make a new one.
@@ -475,12 +538,24 @@ class PipelineTarget(TunableTarget[Knobs]):
         assert search is not None
         assert found is not None
         assert report is not None
-        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the last time is of control flags
+        # The last item is the time at which the control flags become ready.
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
 
         def make_model() -> PlanningModel | None:
             return found.model(layouts[0], ready_s, report.backward_s, search.times.cold_between_s)
 
         return search.search(session, found.space, found.promising, make_model)
+
+    def refine(self, session: TuningSession, iterations_left: int) -> bool:
+        """Resume a session that has ended, to try more settings. Return False if further trials are not worthwhile.
+
+        Called on rank 0 only.
+
+        Args:
+            session: session of the last search.
+            iterations_left: number of training iterations that would profit from a faster setting.
+        """
+        return self._search is not None and self._search.refine(session, iterations_left, self.space)
 
     def apply(self, knobs: Knobs) -> None:
         """Use the communication setting `knobs` from the next iteration on. Collective."""
@@ -498,7 +573,7 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     def progress(self, session: TuningSession) -> TuningProgress | None:
         """Return the progress of the first search, to be logged; None for later searches."""
-        if self._search is None or self._search.retuning or self._refining_since is not None:
+        if self._search is None or self._search.retuning:
             return None
         return describe_progress(session, self._search.times.usual)
 
@@ -507,12 +582,8 @@ class PipelineTarget(TunableTarget[Knobs]):
 
         If the setting compresses gradients, begin to measure the loss.
         """
-        if self._refining_since is not None and self._refinements is not None:
-            took, improved = self._sync.iteration - self._refining_since, self.knobs != self._kept
-            self._refinements.ended(took, improved=improved)
-            self._refining_since = None
-            if improved and self._drift is not None:
-                self._drift.reordered()
+        if self._drift is not None and self._kept not in (None, self.knobs):
+            self._drift.reordered()
         self.tuning, self._kept = False, self.knobs
         self.router.keep_only(plans_for(self.knobs, self._layouts))
         self._loss_iterations = MEASURED_LOSS if self.knobs.lossy else 0
@@ -549,9 +620,10 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """Model of the latency and bandwidth between hosts, and the usual time between two communications in seconds.
+        """Model of the latency and bandwidth between hosts, and the usual forward time in seconds. Used on rank 0 only.
 
-        On rank 0. (None, 0.0) while they are not measured.
+        The forward time is that from the last reduced gradient of a step to the first ready gradient of the next step.
+        (None, 0.0) while these are not measured.
         """
         usual = None if self._search is None else self._search.times.usual
         if usual is None or self.model is None:
@@ -588,18 +660,6 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._changed = [route for route in self.space.routes if route == self.knobs.route]
         self.controller.begin(self, recalls=False)
 
-    def _refine(self) -> None:
-        """Try more settings if that pays, and change to one that is proved faster than the running one. Collective."""
-        assert self._refinements is not None
-        pays, search, left = False, self._search, self._refinements.left
-        if search is not None and not self.controller.failed:
-            pays = bool(self.controller.attempt(lambda: search.refine(left)))
-        if self._control.broadcast(pays):
-            self.tuning, self._refining_since = True, self._sync.iteration
-            self.controller.begin(self)
-        else:
-            self._refinements.ended(0, improved=False)
-
     def remember(self) -> None:
         """Store the trials of an unfinished search in the registry, so that the next job continues it. Idempotent."""
         if (search := self._search) is not None:
@@ -623,9 +683,14 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._control.release(self.router.close)
 
     def _left_behind(self) -> Carried:
-        """Return the kept setting, or the trials of an unfinished search, to use after a restart of an elastic job."""
-        session = self.controller.release(self) if self._kept is None else None
-        place = tuple(self._control.hosts)
-        if session is not None and session.trials:
-            return Carried(knobs=session.result.knobs, settled=False, place=place, trials=session.trials)
-        return Carried(knobs=self._kept or self.knobs, settled=self._kept is not None, place=place)
+        """Return the kept setting and the trials of the last search, to use after a restart of an elastic job."""
+        session = self.controller.release(self)
+        found = None if session is None else session.result
+        knobs = self._kept or (self.knobs if found is None else found.knobs)
+        return Carried(
+            knobs=knobs,
+            settled=self._kept is not None,
+            place=tuple(self._control.hosts),
+            trials=() if session is None else session.trials,
+            gain=found.gain if found is not None and found.knobs == knobs else None,
+        )

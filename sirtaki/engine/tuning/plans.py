@@ -32,9 +32,9 @@ from sirtaki.comm.plan import CommPlan, GradientLayout, NcclWay, Route, Transpor
 from sirtaki.comm.router import Router
 from sirtaki.comm.transports.contract import FlatBuffer
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import ConfigError, PlanError, TransportError, TuningError
+from sirtaki.errors import ConfigError, PlanError, TransportError, TuningError, require
 from sirtaki.machine import allowed_processors, cpu_quota, processor_time_beside_s
-from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, LinkModel
+from sirtaki.measures import LARGEST_UNIT_BYTES, SMALLEST_UNIT_BYTES, Gain, LinkModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +47,15 @@ class Carried:
         knobs: communication setting that ran last. If the warm-up was cut short, its best setting.
         settled: True if the warm-up was complete.
         place: for each rank, the lowest rank on its host. Times measured with another placement are not comparable.
-        trials: trials of a warm-up that was cut short. Set on rank 0 only.
+        trials: trials of the last search. Set on rank 0 only.
+        gain: proved gain of `knobs` over the default; None = no such gain. Set on rank 0 only.
     """
 
     knobs: Knobs
     settled: bool
     place: tuple[int, ...]
     trials: tuple[Trial, ...] = ()
+    gain: Gain | None = None
 
 
 @dataclass(slots=True)
@@ -131,11 +133,11 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
         raise ConfigError(
-            "SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM select no transport and algorithm of this job; possible: "
-            f"{possible}"
+            "this job does not have the transport and algorithm that SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM "
+            f"demand; possible: {possible}"
         )
     # Limit every route to the number of streams that the default route supports, because more choices cost trials.
-    limits = {route: router.max_streams([route]) for route in routes}
+    limits = {route: router.max_streams([route], fixed=settings.streams is not None) for route in routes}
     limit = limits[routes[0]]
     if settings.streams is not None:
         if settings.streams > limit:
@@ -143,8 +145,8 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
                 f"SIRTAKI_STREAMS={settings.streams} must be at most {limit} in this job: {router.why_not_more(routes)}"
             )
         routes = tuple(route for route in routes if limits[route] >= settings.streams)
-    # Tune neither the number of GPU threads nor NCCL's algorithm if only one stream is possible, because each value
-    # needs its own communicator, and communicators must not run at the same time in this case.
+    # If only one stream is possible, communicators must not run at the same time. Then tune neither the number of GPU
+    # threads nor NCCL's algorithm, because each value needs its own communicator.
     allowances = router.threads() if limit > 1 else ()
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
@@ -153,8 +155,25 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
         unit_bytes=(settings.unit_bytes,) * 2 if settings.unit_bytes else (SMALLEST_UNIT_BYTES, largest),
         streams=(settings.streams,) if settings.streams else tuple(n for n in STREAM_COUNTS if n <= limit),
         most_streams=tuple((route, limits[route]) for route in routes if limits[route] < limit),
-        nccl=for_each_class(router.nccl_ways()) if limit > 1 else (),
+        nccl=for_each_class(router.nccl_ways) if limit > 1 else (),
     )
+
+
+def why_fewer_streams(router: Router, route: Route, *, ranks: int) -> str:
+    """Return a log text: why the tuner tries fewer streams of `route` than the transport supports. "" if not fewer."""
+    transport = router.transports[route]
+    tried, most = router.max_streams([route]), router.max_streams([route], fixed=True)
+    if tried == transport.max_streams:
+        return ""
+    reason = router.why_not_more([route])
+    if tried < most:
+        cost = transport.stream_cost
+        reason = (
+            f"on {ranks} ranks each stream takes {cost.descriptors} file descriptors and {cost.threads} threads of "
+            f"each rank; SIRTAKI_STREAMS permits up to {most}"
+        )
+    which = f"{tried} streams (parallel connections)" if tried > 1 else "1 stream (connection)"
+    return f"the tuner tries at most {which} of {route[0].value}, because {reason}"
 
 
 def for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
@@ -194,18 +213,15 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
         PlanError: explicit cuts do not fit the flat buffer, or there are too many units (buckets).
     """
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
-    if len(knobs.cuts or ()) > most:
-        raise PlanError(
-            f"the communication plan must divide this model's gradients into at most {most} buckets, found "
-            f"{len(knobs.cuts or ())}"
-        )
+    n_buckets = len(knobs.cuts or ())
+    require(n_buckets <= most, "number of buckets of the communication plan", f"at most {most}", n_buckets, PlanError)
     return plans_for(knobs, layouts)
 
 
 def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
-    """Return a key that is equal for settings with the same traffic, so that only one of them is measured.
+    """Return a key that is equal for settings with equal traffic, so that only one of these settings is measured.
 
-    These settings send the same units (buckets) in the same order on the same number of streams.
+    Equal traffic means: the same units (buckets) in the same order on the same number of streams.
 
     Raises:
         PlanError: `knobs` do not fit the layouts.
@@ -270,18 +286,13 @@ class GivenPlan:
         Raises:
             ConfigError: `data` is not a plan, or has a version that this release does not read.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ConfigError(f"the file {source} is not a plan written by `sirtaki optimize`")
-        if data.get("version") != FORMAT_VERSION:
-            raise ConfigError(
-                f"the file {source} is a plan of version {data.get('version')}, but this release of Sirtaki reads "
-                f"version {FORMAT_VERSION}; run `sirtaki optimize` again"
-            )
+        found = (data.get("format"), data.get("version")) if isinstance(data, Mapping) else type(data).__name__
         try:
+            require(found == (FORMAT, FORMAT_VERSION), "(format, version)", (FORMAT, FORMAT_VERSION), found)
             return msgspec.convert({**data, "source": source}, cls)
-        except (msgspec.ValidationError, PlanError, RecursionError) as err:
+        except (msgspec.ValidationError, ConfigError, PlanError, RecursionError) as err:
             raise ConfigError(
-                f"the file {source} is not a complete plan; run `sirtaki optimize` again: {err!r}"
+                f"the communication plan {source} is invalid ({err}); write it again with `sirtaki optimize`"
             ) from err
 
     @classmethod
@@ -295,12 +306,10 @@ class GivenPlan:
         try:
             path = path / PLAN_FILE if path.is_dir() else path
             data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as err:
+        except (OSError, ValueError) as err:
             raise ConfigError(
-                f"the plan file {path} (communication plan of `sirtaki optimize`) cannot be read: {err.strerror or err}"
+                f"the communication plan {path} cannot be read ({err}); write one with `sirtaki optimize`"
             ) from err
-        except ValueError as err:
-            raise ConfigError(f"the file {path} is not a plan, because it is not JSON: {err}") from err
         return cls.from_json(data, source=str(path))
 
     def misfit(self, layouts: Sequence[GradientLayout], ranks: int, space: KnobSpace) -> str:
@@ -336,7 +345,7 @@ class GivenPlan:
             layouts: gradient layouts, equal on all ranks.
             control: control plane of the job.
             space: settings that this job may run.
-            must_run: raise an error if the plan does not fit, instead of returning None.
+            must_run: True to raise an error if the plan does not fit, instead of returning None.
 
         Raises:
             ConfigError: the plan does not fit, and `must_run` is True. Raised on all ranks.
@@ -353,18 +362,20 @@ class GivenPlan:
                 )
             else:
                 logger.info(
-                    "the plan %s of SIRTAKI_PLAN fits this job and will run: %s", self.source, self.knobs.describe()
+                    "the plan %s of SIRTAKI_PLAN fits this job and will run: %s",
+                    self.source,
+                    self.knobs.describe(),
                 )
         return None if why_not else self.knobs
 
 
 def _described(sizes: Sequence[Sequence[int]]) -> str:
-    # Subtract one, because the control flags are stored as a gradient, but are none.
+    # Subtract one, because `sizes` contains the control flags as if they were a gradient.
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
 
 
 def part_bytes_of(path: str | None) -> int | None:
-    """Return how many bytes of gradients each part of a compiled graph has by the plan file at `path`.
+    """Return the field `part_bytes` of the plan file at `path`: bytes of gradients in each part of a compiled graph.
 
     Return None if there is no plan or if it cannot be read. The optimizer reports an unreadable plan later.
     """
@@ -382,8 +393,8 @@ def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = 
     Args:
         control: control plane of the job.
         path: plan file, or a folder that contains `plan.json`. Only the value on rank 0 is used.
-        ranks_stay: the job is not elastic. In an elastic job, rank 0 may move to a host without the plan file, so an
-            unreadable plan must not end the job.
+        ranks_stay: True if the job is not elastic. In an elastic job, rank 0 may move to a host without the plan file,
+            so an unreadable plan must not end the job.
 
     Returns:
         The plan. None if `path` is None, or if rank 0 of an elastic job cannot read the plan.
@@ -415,15 +426,15 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
     Raises:
         TransportError: no route is left.
     """
-    routes = tuple(
-        route for route in space.routes if route in router.routes and router.max_streams([route]) >= space.streams[0]
-    )
+    supported = {route: router.max_streams([route], fixed=True) for route in space.routes if route in router.routes}
+    routes = tuple(route for route, most in supported.items() if most >= space.streams[0])
     if not routes:
         raise TransportError(
             "no transport for gradients can be opened; see the warnings above, run `sirtaki doctor`, and check "
             "SIRTAKI_TRANSPORT, SIRTAKI_ALGORITHM and SIRTAKI_STREAMS"
         )
-    limits = {route: router.max_streams([route]) for route in routes}
+    tried = dict(space.most_streams)
+    limits = {route: min(supported[route], tried.get(route, space.streams[-1])) for route in routes}
     limit = limits[routes[0]]
     return replace(
         space,
@@ -436,7 +447,9 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
 def open_default(
     space: KnobSpace, control: ControlPlane, router: Router, choose: Callable[[KnobSpace], Knobs]
 ) -> tuple[KnobSpace, Knobs]:
-    """Open the streams (connections) of the untuned default; if this fails, those of the next best setting. Collective.
+    """Open the streams (connections) of the untuned default. Collective.
+
+    If they cannot be opened, choose another default without the failed routes, and open its streams.
 
     Args:
         space: settings that may be tuned.
@@ -445,7 +458,8 @@ def open_default(
         choose: returns the untuned default within a given space.
 
     Returns:
-        `space` without the routes that failed to open, and the setting whose streams are open.
+        Two items. The first is `space` without the routes that failed to open, and without routes that need too many
+        connections for this number of ranks. The second is the default setting, whose streams are open.
 
     Raises:
         TransportError: no route can be opened. Raised on all ranks.
@@ -457,7 +471,10 @@ def open_default(
             router.open_streams(default.route, default.streams, threads=default.threads)
         except TransportError as err:
             problem = problem or str(err)
-            space = still_possible(space, router)
+            try:
+                space = still_possible(space, router)
+            except TransportError as none_left:
+                raise TransportError(f"{problem}; {none_left}") from None
             continue
         if problem and control.rank == 0:
             logger.warning(
@@ -466,7 +483,8 @@ def open_default(
                 problem,
                 default.describe(),
             )
-        return space, default
+        tried = tuple(route for route in space.routes if route in (default.route, *router.affordable_routes))
+        return replace(space, routes=tried), default
 
 
 STREAM_BYTES = MIB
@@ -485,7 +503,10 @@ SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
 """Sizes of two single all-reduces, from whose times the durations of probes (network measurements) are predicted."""
 
 GOES_ON = 0.5
-"""Exponent of the growth of bandwidth that is expected with more streams, if it grew linearly with streams so far."""
+"""Exponent of the expected growth of bandwidth with the number of streams, relative to the growth measured so far.
+
+If bandwidth grew linearly so far, it is expected to grow with the square root.
+"""
 
 LEAST_SHARE = 0.25
 """Minimum fraction of an all-reduce's time that is assumed to be transmission, not start-up time."""
@@ -564,7 +585,8 @@ class ProbeBudget:
 def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
     """Yield sizes of probes (measurements of all-reduces), the largest first.
 
-    At first the size of each all-reduce stays, and their number on each stream falls. Then their size falls.
+    At first, the number of all-reduces on each stream is halved, and their size stays. Once the number is 1, the size
+    is halved.
     """
     least = min(unit_bytes, LEAST_LARGE_BYTES)
     stream_bytes = STREAM_BYTES
@@ -734,15 +756,15 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
         return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
     except TuningError as err:
         logger.info(
-            "the slowdown of compute by communication cannot be measured (%s); planners (search methods that predict "
-            "times) assume no slowdown in this job",
+            "the slowdown of computation by communication cannot be measured (%s); the tuner's predictions assume "
+            "no slowdown in this job",
             err,
         )
         return None
 
 
 def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
-    """Return the number of GPU threads whose times differ least, as ratios, from those with NCCL's own choice."""
+    """Return the number of GPU threads with which all measured times are most similar to those of NCCL's own choice."""
     log_s = {
         (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
         for probe in probes
@@ -759,8 +781,9 @@ WAY_BYTES = ((64 * KIB, 512 * KIB), (4 * MIB, 16 * MIB))
 """Sizes of the all-reduces with which NCCL's algorithms are timed: for small, and for large units (buckets)."""
 
 PROMISING_WAY = 0.95
-"""Fraction of the time of NCCL's own choice. The tuner tries an NCCL algorithm, for small or for large units (buckets),
-if it takes less than this fraction at one of the measured sizes.
+"""The tuner tries an NCCL algorithm if its all-reduce takes less than this fraction of the time with NCCL's own choice.
+
+The comparison is made at each measured size, for small and for large units (buckets).
 """
 
 WayTimes = Mapping[tuple[NcclWay | None, int], float]
@@ -802,12 +825,12 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
     seconds: dict[tuple[NcclWay | None, int], float] = {}
     begin_s = time.perf_counter()
     # Time NCCL's own choice first and last, because the first measurement meets an idle network and is slower.
-    for way in (None, *router.nccl_ways(), None):
+    for way in (None, *router.nccl_ways, None):
         for size in all_sizes:
             plan = _one_unit(route, size, None, way)
             try:
                 router.open_plan(plan)
-            except PlanError as err:  # All ranks raise it, so they stay in step.
+            except PlanError as err:  # This error is raised on all ranks, so all skip the same measurement.
                 logger.info("the tuner does not measure an NCCL algorithm that cannot run: %s", err)
                 break
             own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
@@ -875,8 +898,8 @@ def probe_routes(
             soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
         except (PlanError, TransportError) as err:  # raised on all ranks
             logger.info(
-                "latency and bandwidth of all-reduces by the transport %s and the algorithm %s cannot be measured, so "
-                "planners (search methods that need both) skip this transport and algorithm: %s",
+                "latency and bandwidth of all-reduces by the transport %s and the algorithm %s cannot be measured; "
+                "tuning continues without these numbers: %s",
                 *(part.value for part in route),
                 err,
             )
@@ -934,7 +957,7 @@ def probe_routes(
 
 
 def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
-    """Return `space` without settings that network measurements (probes) show to be very slow and so costly to try.
+    """Return `space` without settings that are very slow by network measurements (probes), so that trials are costly.
 
     Routes (transports and algorithms) slower than `TOO_SLOW` allows are removed, and numbers of streams with less than
     half the best bandwidth of the default's route. The default itself is never removed.
@@ -1023,7 +1046,7 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
 
     Routes whose times fit no model are logged and left out.
     """
-    from sirtaki.autotune.model.fits import fit_link  # late, because it imports scipy, which only rank 0 needs
+    from sirtaki.autotune.model.fits import fit_link  # late, because scipy is imported, which only rank 0 needs
 
     links: dict[Route, LinkModel] = {}
     unfit: list[str] = []
@@ -1034,8 +1057,7 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         except TuningError as err:
             unfit.append(name)
             logger.debug(
-                "latency and bandwidth of the transport and algorithm %s cannot be estimated from the measured "
-                "all-reduce times, so planners (search methods that need both) skip it: %s",
+                "latency and bandwidth of %s cannot be calculated from the measured all-reduce times: %s",
                 name,
                 err,
             )
@@ -1051,9 +1073,8 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         )
     if unfit:
         logger.info(
-            "latency and bandwidth cannot be estimated from the measured all-reduce times of %s (transport and "
-            "algorithm), which is usual on one host; planners (search methods that need both) skip these, and tuning "
-            "continues",
+            "latency and bandwidth of %s (transport and algorithm) cannot be calculated from the measured "
+            "all-reduce times, which is usual on one host; tuning continues without these numbers",
             ", ".join(unfit),
         )
     return links
@@ -1076,6 +1097,7 @@ class Measured:
         links: measurements of each route (transport and algorithm). Empty if planners are not used.
         threads: measurements with several numbers of GPU threads. Empty if the number makes no difference.
         host: processors that the ranks of this host share, for the planners' cost model.
+        ranks: number of ranks of the job.
     """
 
     space: KnobSpace
@@ -1083,6 +1105,7 @@ class Measured:
     links: Mapping[Route, Sequence[LinkProbe]] = field(default_factory=dict)
     threads: Sequence[ThreadProbe] = ()
     host: SharedHost | None = None
+    ranks: int | None = None
 
     def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
         """Return a copy in which all `routes` (transports and algorithms) may be tried.
@@ -1112,13 +1135,16 @@ class Measured:
         profile = Profile(ready_s=tuple(ready_s), compute_s=max(backward_s, *ready_s), forward_s=forward_s)
         alpha_s = next(iter(links.values())).alpha_s
         contention = contention_model(self.threads, alpha_s=alpha_s) if self.threads else None
-        return PlanningModel(layout=layout, profile=profile, links=links, contention=contention, host=self.host)
+        return PlanningModel(
+            layout=layout, profile=profile, links=links, contention=contention, host=self.host, ranks=self.ranks
+        )
 
 
 def without_planners(space: KnobSpace) -> Measured:
     """Return a result without network measurements, for jobs without planners.
 
-    In its space, NCCL chooses its algorithm and number of GPU threads, because the effect of others is unknown.
+    The space leaves the algorithm and the number of GPU threads to NCCL, because without measurements it is unknown
+    whether other choices are faster.
     """
     space = replace(space, threads=space.threads[:1], nccl=())
     return Measured(space=space, promising=space)
@@ -1148,8 +1174,8 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
     except (PlanError, TransportError, TuningError) as err:  # raised on all ranks, as plans and times are equal
         logger.warning(
-            "latency and bandwidth of the network could not be measured; tuning continues without planners (search "
-            "methods that need them): %s",
+            "latency and bandwidth of the network could not be measured; tuning continues with fewer search "
+            "methods: %s",
             err,
         )
         return without_planners(space)
@@ -1161,6 +1187,7 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         links=links,
         threads=threads,
         host=_shared_host(control) if control.one_node and not router.device.streams else None,
+        ranks=control.size,
     )
 
 

@@ -7,15 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from sirtaki.autotune.knobs import Knobs, format_bytes
-from sirtaki.autotune.meta.session import SessionResult, TuningSession
+from sirtaki.autotune.meta.session import SessionResult, TuningSession, proof_iterations
 from sirtaki.comm.compress import Cost
+from sirtaki.comm.plan import GradientLayout
 from sirtaki.engine.console import TuningProgress, at_most
-from sirtaki.measures import faster, in_ms
+from sirtaki.engine.settings import Settings
+from sirtaki.measures import LinkModel, counted, faster, in_ms
 
 from .trial_log import StepTime
 
 WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
-"""Step times for searches that measure whole steps: the measured time is the step, and nothing comes in addition."""
+"""Step times for searches that measure whole steps: no backward or forward time must be added to a measured time."""
+
+
+def tuning_ahead(settings: Settings, *, discarded_iterations: int = 1) -> str:
+    """Return a clause for a log line: what tuning will do, in how many steps, and how to disable it."""
+    budget = settings.warmup_iterations
+    return (
+        f"Sirtaki tries more settings in the first {counted(budget, 'step')}, and keeps one if at most "
+        f"{proof_iterations(budget, discarded_iterations)} further steps prove that it is faster (SIRTAKI_TUNE=0 turns "
+        "tuning off)"
+    )
 
 
 def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> TuningProgress:
@@ -47,13 +59,15 @@ def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Tu
 
 
 def _a_step(usual: StepTime | None, *spans_s: float) -> str:
-    """Return the step times that follow from communication times `spans_s`, in brackets, for the log. "" if unknown.
+    """Return a text in brackets for the log: the step times computed from communication times. "" if unknown.
 
-    `spans_s` are the times with the default, and with the best setting if there is one.
+    Args:
+        usual: typical durations of the parts of a training step. None if unknown.
+        spans_s: communication time with the default, and with the best setting if there is one, in seconds.
     """
     if usual is None:
         return ""
-    return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
+    return f" (step time {' → '.join(in_ms(usual.step_s(span_s)) for span_s in spans_s)})"
 
 
 def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
@@ -65,21 +79,49 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
         who: name of the search method (arm) that proposed the kept setting.
     """
     found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
-    gain = ""
-    if result.gain is not None:
-        before_s, after_s = result.default_span_s, result.best_span_s
-        gain = f"communication is {result.gain.describe()}; "
+    before_s, after_s, gain = result.default_span_s, result.best_span_s, result.gain
+    times = ""
+    if gain is not None:
+        times = f"communication is {gain.describe()} ({in_ms(after_s)} instead of {in_ms(before_s)}); "
         if usual is not None:
             before, after = usual.step_s(before_s), usual.step_s(after_s)
-            gain += (
-                f"steps take {in_ms(after)} instead of {in_ms(before)} ({faster(before, after)}), and communication "
+            low, high = (before / usual.step_s(before_s / limit) for limit in (gain.low, gain.high))
+            times += (
+                f"steps take {in_ms(after)} instead of {in_ms(before)} ({faster(before, after)}, 95 % interval "
+                f"{low:.2f} to {high:.2f}), and communication "
                 f"that the backward pass does not hide {in_ms(usual.exposed_s(after_s))} "
                 f"instead of {in_ms(usual.exposed_s(before_s))}; "
             )
-    elif result.tuned:
-        gain = "fastest measured, not yet proved: "
-    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
-    return f"tuned in {result.iterations_used} steps with {trials}: {gain}{found} ({result.reason})"
+    elif math.isfinite(before_s) and math.isfinite(after_s):
+        # Without a proof, only the times of the running setting are stated, because their ratio may be noise.
+        times = f"communication takes {in_ms(after_s)}"
+        times += "; " if usual is None else f", a step {in_ms(usual.step_s(after_s))}; "
+    unproved = "fastest measured, not yet proved: " if result.tuned and gain is None else ""
+    return f"{_searched(result)}: {times}{unproved}{found} ({result.reason})"
+
+
+DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES = 25 << 20, 1 << 20
+"""Sizes of DDP's buckets: `bucket_cap_mb=25` and `torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`."""
+
+
+def describe_overhead(knobs: Knobs, layouts: Sequence[GradientLayout], link: LinkModel | None) -> str:
+    """Describe how much longer than DDP's the communication of a step may take, in a clause.
+
+    Args:
+        knobs: the kept communication setting.
+        layouts: layouts of the flat buffers.
+        link: measured latency and bandwidth of the setting's route. None if unknown.
+    """
+    total_bytes = sum(layout.total_bytes for layout in layouts)
+    ours = sum(len(knobs.but(cuts=None).to_plan(layout).units) for layout in layouts)
+    ddps = 1 + math.ceil(max(0, total_bytes - DDP_FIRST_BUCKET_BYTES) / DDP_BUCKET_BYTES)
+    most = "" if link is None else f", predicted to cost at most {in_ms(max(0, ours - ddps) * link.alpha_s)} per step"
+    return f"{counted(ours, 'all-reduce')} per step instead of DDP's {ddps}{most}"
+
+
+def _searched(result: SessionResult[Any]) -> str:
+    steps, settings = counted(result.iterations_used, "step"), counted(result.n_trials, "setting")
+    return f"tuned in {steps} with {settings}"
 
 
 def describe_change(ratio: float, iterations: int) -> str:
@@ -94,7 +136,7 @@ def describe_change(ratio: float, iterations: int) -> str:
         takes = f"communication takes {ratio:.2g} times as long as when"
     elif math.isfinite(ratio):
         takes = f"communication is {1.0 / ratio:.2g} times as fast as when"
-    return f"{takes} this setting was chosen: tuning again for at most {iterations} steps"
+    return f"{takes} this setting was chosen: tuning again for at most {counted(iterations, 'step')}"
 
 
 def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
@@ -107,7 +149,8 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
         proposer: name of the search method (arm) that proposed the kept setting.
     """
     if not result.tuned:
-        return f"no faster setting found in {result.iterations_used} steps: the setting stays ({result.reason})"
+        steps = counted(result.iterations_used, "step")
+        return f"no faster setting found in {steps}: the setting stays ({result.reason})"
     whence = f"proposed by {proposer}"
     if result.knobs == default:
         whence = "the untuned default"
@@ -115,7 +158,7 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
         whence = "used earlier in this job"
     gain = "" if result.gain is None else f"communication is {result.gain.describe()}, than with the setting that ran; "
     found = f"{gain}{result.knobs.describe()}, {whence}"
-    return f"tuned again in {result.iterations_used} steps: {found} ({result.reason})"
+    return f"tuned again in {counted(result.iterations_used, 'step')}: {found} ({result.reason})"
 
 
 def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str:
@@ -152,8 +195,8 @@ def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
         return f"overlap_forward: not used, because {result.reason} ({times})"
     planned = knobs == tuned and knobs.cuts is not None
     cuts = "planned units" if planned else f"{format_bytes(knobs.unit_bytes)} units"
-    streams = f"{knobs.streams} stream{'' if knobs.streams == 1 else 's'}"
     times = f"{in_ms(result.best_span_s)} instead of {without}"
+    streams = counted(knobs.streams, "stream")
     return f"overlap_forward: iterations are {result.gain.describe()}: {times}; {cuts} on {streams}"
 
 
@@ -163,5 +206,6 @@ def describe_steps(result: SessionResult[Any], setting: str) -> str:
     if result.gain is not None:
         before, after = in_ms(result.default_span_s), in_ms(result.best_span_s)
         found = f"steps are {result.gain.describe()}: {after} instead of {before}"
-    trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
-    return f"tuned in {result.iterations_used} steps with {trials}: {found}; {setting} ({result.reason})"
+    elif math.isfinite(result.default_span_s):
+        found = f"steps take {in_ms(result.default_span_s)}; the default stays"
+    return f"{_searched(result)}: {found}; {setting} ({result.reason})"

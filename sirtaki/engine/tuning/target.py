@@ -22,13 +22,16 @@ class TunableTarget(ABC, Generic[S]):
         stays: setting to run while nothing is tried, on rank 0; None = the default.
         slowest: True if a measurement is the longest time of any rank. False if it is the shortest: the time of the
             rank that begins communication last, and so does not wait for other ranks.
-        iterations: number of iterations of one measurement. Only the last one ends with communication between ranks.
+        iterations: number of iterations of one measurement. Ranks exchange their times only after the last iteration.
+        refine_until: number of iterations after the first search in which the setting is refined; 0 = none. Equal on
+            all ranks.
     """
 
     default: S
     stays: S | None = None
     slowest: bool = False
     iterations: int = 1
+    refine_until: int = 0
 
     def recall(self) -> TuningSession[S] | None:
         """Return a session (a search in progress) that checks an earlier job's setting; None without such a setting."""
@@ -45,6 +48,15 @@ class TunableTarget(ABC, Generic[S]):
             session: session that has checked the setting of an earlier job and found it slow; it is continued. None =
                 make a new one.
         """
+
+    def refine(self, session: TuningSession[S], iterations_left: int) -> bool:
+        """Resume a session that has ended, to try more settings. Return False if further trials are not worthwhile.
+
+        Args:
+            session: session of the last search.
+            iterations_left: number of training iterations that would profit from a faster setting.
+        """
+        return session.resume(iterations_left)
 
     @abstractmethod
     def apply(self, setting: S) -> None:
@@ -74,9 +86,9 @@ class TunableTarget(ABC, Generic[S]):
     def keep(self) -> None:
         """Close what only the search needed, such as connections. Collective.
 
-        Called when the search has ended and the job uses its result.
+        Called when the search, or a refinement, has ended and the job uses its result.
         """
 
     @abstractmethod
     def report(self, session: TuningSession[S]) -> None:
-        """Store and log the result of the search of a session that has ended."""
+        """Store and log the result of the search of a session that has ended. It may have been resumed."""

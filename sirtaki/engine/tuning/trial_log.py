@@ -59,8 +59,8 @@ class StepTimer:
     """Measures the typical durations of the parts of a training step.
 
     Attributes:
-        cold_between_s: time from the last reduced gradient of a step to the first ready gradient of the next one, of
-            the last iteration in which the order of gradients was profiled. NaN before the first one.
+        cold_between_s: time from the last reduced gradient of the previous step to the first ready gradient of a step,
+            in the latest iteration in which the order of gradients was profiled. NaN before the first profile.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class StepTimer:
             self._warm.append(StepTime(backward_s=report.backward_s, between_s=between_s))
 
     def pause(self) -> None:
-        """Do not measure the time until the end of the next iteration, because it contains work of the tuner."""
+        """Skip the measurement of the step that ends next, because its time contains work of the tuner."""
         self._finished_s = math.nan
 
     @property
@@ -212,10 +212,11 @@ class TrialLogWriter:
             whose = {"version": VERSION, "tuner": self._tuner, "process": _process()}
             self._file.write(json.dumps({**whose, **record}) + "\n")
             self._file.flush()
-        except (OSError, ValueError, TypeError) as err:  # TypeError: a user's search method may use any type of value
+        # TypeError is raised for values that JSON does not support, which a user's search method may use.
+        except (OSError, ValueError, TypeError) as err:
             logger.warning(
-                "the trial log %s (measurements of tuning) cannot be written, usually because the disk is full (%s); "
-                "training continues, but later measurements are not logged",
+                "the trial log %s cannot be written, usually because the disk is full (%s); training continues, but "
+                "later measurements of tuning are not logged",
                 self._file.name,
                 err,
             )
@@ -389,10 +390,14 @@ def read_log(path: Path) -> TrialLog:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as err:
+    except IsADirectoryError as err:
         raise ConfigError(
-            f"the trial log {path} (measurements of tuning) cannot be read; check the path: {err}"
+            f"{path} is a folder, but a trial log is a file; pass the file that a tuned job has written because "
+            "SIRTAKI_TRIAL_LOG was set. A folder of `sirtaki profile` is for `sirtaki report`, `replay`, `optimize` "
+            "and `trace`"
         ) from err
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"the trial log {path} cannot be read: {err}; check the path") from err
     logs: dict[str, TrialLog] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -400,10 +405,7 @@ def read_log(path: Path) -> TrialLog:
         try:
             data = json.loads(line)
             if not isinstance(data, dict):
-                raise TypeError(
-                    f"line {number} of the trial log (measurements of tuning) must be a JSON object, found a "
-                    f"{type(data).__name__}"
-                )
+                raise TypeError(f"each line of a trial log must be a JSON object, found a {type(data).__name__}")
             version = int(data.get("version", 1))
             if version <= VERSION:
                 _add_to_job(logs, data)
@@ -413,20 +415,19 @@ def read_log(path: Path) -> TrialLog:
                 break
             reason = repr(err) if isinstance(err, KeyError) else str(err)
             raise ConfigError(
-                f"the trial log {path} (measurements of tuning) cannot be read, because its line {number} is invalid; "
-                f"correct or delete that line: {reason}"
+                f"line {number} of the trial log {path} is invalid ({reason}); correct or delete this line"
             ) from err
         if version > VERSION:
             raise ConfigError(
-                f"the version of the trial log {path} (measurements of tuning) is {version}, but this release of "
-                f"Sirtaki reads only versions up to {VERSION}; install a newer release"
+                f"the trial log {path} has version {version}, but this release of Sirtaki reads only versions up to "
+                f"{VERSION}; install a newer release"
             )
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
     measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:
         raise ConfigError(
-            f"the trial log {path} contains no measurement of a setting; use the log (SIRTAKI_TRIAL_LOG) of a job with "
-            "several ranks in which Sirtaki tuned"
+            f"the trial log {path} has no measurements, because its job did not tune or had one rank; use the log of "
+            "another job"
         )
     last = measured[-1]
     same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]
@@ -437,7 +438,7 @@ def read_log(path: Path) -> TrialLog:
 def _add_to_job(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
     """Add one line of the trial log to the log of its job in `logs`.
 
-    Move that log to the end of `logs` if the line is a measurement or result.
+    If the line is a measurement or a result, move the log of its job to the end of `logs`.
     """
     tuner = str(data.get("tuner", ""))
     log = logs.get(tuner, TrialLog())
@@ -450,7 +451,7 @@ def _add_to_job(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
 
 
 def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
-    """Return whether a line of the trial log in format version 1 belongs to the next job than `log`.
+    """Return whether a line of a trial log in format version 1 begins the job after that of `log`.
 
     A job ends with its result. If a job was cut short, the next one begins with a smaller iteration number.
     """

@@ -62,8 +62,8 @@ from .ranks import (
 from .ray_logger import Log, receiving_log
 
 GRACE_S = 10.0
-"""Seconds after the failure of a rank, in which the other ranks can detect it and fail, before the
-executor ends them.
+"""Seconds from the failure of a rank until the executor ends the other ranks. Until then, the other ranks can detect
+the failure and raise errors of their own.
 """
 
 
@@ -132,8 +132,8 @@ class FixedRanks:
         )
 
     def make_executables(self, make: Callable[[], Any]) -> None:
-        """Create the user's object on each rank by calling `make` there. The object is the argument of functions that
-        the user runs.
+        """Create an object of the user's class on each rank by calling `make` there. `execute` passes the object to the
+        user's function.
         """
         self._wait([actor.make_executable.remote(make) for actor in self.actors])
 
@@ -207,7 +207,7 @@ class FixedRanks:
                         errors.append(err)
                         failed_s = min(failed_s, time.monotonic())
                 meanwhile()
-        except BaseException:  # such as KeyboardInterrupt, after which the ranks must be ended without waiting
+        except BaseException:  # such as KeyboardInterrupt: end the ranks without waiting for their results
             self._end("it was interrupted")
             raise
         if not errors:
@@ -299,7 +299,7 @@ class WorkerSlots:
                     self._taken[worker] = group
                     return self._groups[group]
         raise OSError(
-            f"Ray has no free resources that are reserved for this job on host {host}, so Sirtaki cannot start "
+            f"all resources that Ray has reserved for this job on host {host} are in use, so Sirtaki cannot start "
             "another rank there; add CPUs, GPUs or hosts to the Ray cluster"
         )
 
@@ -363,8 +363,9 @@ class RankHandle:
 
 
 class HostOfActors:
-    """The ranks (Ray actors) of one host of an elastic job. Starts, kills and notifies them, as `AgentRules` decides,
-    which otherwise runs in a process on each host.
+    """The ranks (Ray actors) of one host of an elastic job. Starts, kills and notifies these ranks.
+
+    `AgentRules` decides when to do so. (Without Ray, `AgentRules` runs in an agent process on each host.)
     """
 
     def __init__(self, host: str, crew: RayCrew) -> None:
@@ -454,8 +455,8 @@ class RayCrew:
         return list(self._hosts)
 
     def start(self, host: str) -> None:
-        """Add a host without starting a rank. If Ray has lost the host's node meanwhile, the host sends no first report
-        to the driver, the part of the executor that decides about ranks.
+        """Add a host without starting a rank. Unless Ray has lost the host's node meanwhile, the host reports to the
+        driver, the part of the executor that decides about ranks.
         """
         self._hosts[host] = HostOfActors(host, self)
         if self._slots.has_node(host):
@@ -469,8 +470,8 @@ class RayCrew:
                 self._forget(rank)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Pass a message of the elastic job's driver to the `AgentRules`, the rules for the ranks of a host, of each of
-        these hosts. Skip hosts that were not added.
+        """Pass a message of the elastic job's driver to each of these hosts: to the `AgentRules` that decide about the
+        host's ranks. Skip hosts that were not added.
         """
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
@@ -578,8 +579,8 @@ class RayCrew:
 
 
 _LATER_S = 30.0
-"""Seconds by which a rank waits longer for other ranks than the executor does, because only the executor's error names
-the missing ranks.
+"""Seconds by which a rank waits longer for other ranks than the executor does. So the executor raises its error first,
+which names the missing ranks, unlike the error of a rank.
 """
 
 
@@ -645,8 +646,8 @@ class ElasticRanks:
             exit_code = run_job(crew, members, _print, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        # Exit, because this process has received the signal. No rank has received it, because Ray kills ranks with
-        # SIGKILL.
+        # Exit, because this process has received the signal. The exit code cannot be that of a rank, because Ray kills
+        # ranks with SIGKILL.
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise SystemExit(exit_code)
         if exit_code:

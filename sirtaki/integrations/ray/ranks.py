@@ -1,7 +1,7 @@
 """Ranks that are Ray actors: their resources, placement, environment variables, and code.
 
-If the user's function raises an error, the actor's process goes on, so the error must be reported to all ranks. (In
-other jobs, a failed script ends its process, which other ranks detect.)
+If the user's function raises an error, the actor's process continues to run, so the error must be reported to all
+ranks. (In other jobs, a failed script ends its process, which other ranks detect.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from sirtaki.engine.generations import AgentClient, register
 from sirtaki.engine.launchers import HOROVOD_NAMES, TORCH_NAMES
-from sirtaki.errors import ConfigError
+from sirtaki.errors import require
 from sirtaki.machine import LOOPBACK, host_identity, own_addresses, serve_store
 from sirtaki.run.as_horovod import SHIM, is_installed
 from sirtaki.run.elastic.job_members import COOLDOWN_S, Policy
@@ -42,11 +42,8 @@ class RaySettings:
     interfaces: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.timeout_s, self.placement_group_timeout_s) <= 0:
-            raise ConfigError(
-                "timeout_s and placement_group_timeout_s of RaySettings must be positive, found "
-                f"{self.timeout_s:g} s and {self.placement_group_timeout_s:g} s"
-            )
+        for name in ("timeout_s", "placement_group_timeout_s"):
+            require(getattr(self, name) > 0, name, "a positive number of seconds", getattr(self, name))
 
 
 def interface_names(nics: str | Iterable[str] | None) -> str:
@@ -68,11 +65,9 @@ class Demand:
     gpus: float = 0
 
     def __post_init__(self) -> None:
-        if self.cpus < 0 or self.gpus < 0 or not (self.cpus or self.gpus):
-            raise ConfigError(
-                "each rank must have a positive number of CPUs or GPUs, found "
-                f"{self.cpus:g} CPUs and {self.gpus:g} GPUs; change cpus_per_worker= or gpus_per_worker="
-            )
+        valid = self.cpus >= 0 and self.gpus >= 0 and (self.cpus or self.gpus)
+        found = f"{self.cpus:g} CPUs, {self.gpus:g} GPUs"
+        require(valid, "cpus_per_worker and gpus_per_worker", "a positive number of CPUs or GPUs", found)
 
     def bundle(self, ranks: int = 1) -> dict[str, float]:
         """Return the resources that `ranks` ranks need together, in the format of a Ray bundle."""
@@ -101,11 +96,8 @@ class Shape:
     uses_current_group: bool = True
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or (self.hosts is not None and self.hosts < 1):
-            raise ConfigError(
-                f"the numbers of ranks and hosts must be positive, found {self.ranks} ranks on {self.hosts or 'any'} "
-                "hosts; change num_workers=, num_workers_per_host= or num_hosts="
-            )
+        require(self.ranks >= 1, "num_workers or num_workers_per_host", "at least 1", self.ranks)
+        require(self.hosts is None or self.hosts >= 1, "num_hosts", "at least 1", self.hosts)
 
     @property
     def size(self) -> int:
@@ -143,16 +135,11 @@ def elastic_policy(
         ConfigError: numbers contradict each other.
     """
     start = least if start is None else start
-    if not 1 <= least <= start <= (most or start):
-        raise ConfigError(
-            "the numbers of ranks must satisfy 1 <= min_workers <= num_workers <= max_workers, found "
-            f"min_workers={least}, num_workers={start}, max_workers={most}"
-        )
-    if cooldown_s is not None and not 0 <= cooldown_s[0] <= cooldown_s[1]:
-        raise ConfigError(
-            "cooldown_range must be a pair of seconds (shortest, longest) with 0 <= shortest <= longest, found "
-            f"{cooldown_s}"
-        )
+    rule = "1 <= min_workers <= num_workers <= max_workers"
+    found = f"min_workers={least}, num_workers={start}, max_workers={most}"
+    require(1 <= least <= start <= (most or start), "the number of ranks", rule, found)
+    valid = cooldown_s is None or 0 <= cooldown_s[0] <= cooldown_s[1]
+    require(valid, "cooldown_range", "seconds (shortest, longest)", cooldown_s)
     return Policy(
         start_ranks=start,
         min_ranks=least,
@@ -272,7 +259,7 @@ def leave_job(reason: str) -> None:
     Args:
         reason: reason to report to all ranks.
     """
-    # Do nothing, because init() was not called. Importing sirtaki.torch to find this out would take seconds.
+    # If sirtaki.torch was not imported, init() was not called. Do not import it only to check, which takes seconds.
     if "sirtaki.torch" not in sys.modules:
         return
     from sirtaki.engine import job
@@ -328,7 +315,7 @@ class Rank:
             log: Ray queue for values that are passed to `ray_logger.log`. None if nothing receives them.
         """
         ray_logger.configure(log)
-        # Number the rendezvous of each call, so that a rank that missed one can take part in the next.
+        # Give the rendezvous of each call its own number, so that a rank that missed a call can take part in the next.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)
         return call_reporting_errors(lambda: fn(self._executable))
 

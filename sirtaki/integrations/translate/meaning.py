@@ -104,7 +104,7 @@ class Training:
         waiting = {site for site in self.flows.made(TrackedKind.OPTIMIZER) if not self._is_made_later(site.call, call)}
         for step, optimizer in self.steps():
             if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
-                # The backward pass is in the closure that is this step's argument.
+                # The argument of this step is the closure that contains the backward pass.
                 return waiting <= self._optimizers_of(step, optimizer, ())
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
@@ -120,7 +120,7 @@ class Training:
         return False
 
     def _stepped(self, node: cst.CSTNode, loops: tuple[cst.For, ...] = ()) -> set[Site]:
-        """Return the optimizers that step in a part of the script (`node`) in every branch."""
+        """Return the optimizers that step in a part of the script (`node`), whichever branch the part takes."""
         if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Try | cst.While):
             return set()
         if isinstance(node, cst.If):
@@ -137,7 +137,8 @@ class Training:
     def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
         """Return the optimizers that the call `step` certainly steps.
 
-        These are the only optimizer that the name can hold, or all optimizers over which a loop in `loops` iterates.
+        If a loop in `loops` binds the name of the optimizer, return all optimizers over which the loop iterates. If the
+        name can hold a single optimizer only, return this one.
         """
         sites = set(self.flows.holds(optimizer, TrackedKind.OPTIMIZER))
         symbol = self.source.symbol(optimizer)
@@ -371,9 +372,10 @@ def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
 
 
 def collected(value: Value) -> Value:
-    """Return the `Value` (what is known) of the elements of a list to which a value was appended.
+    """Return the `Value` (what is known) of an element of a list comprehension whose element expression is `value`.
 
-    Of a list of sample counts, each element is a plain number. Of a list of shapes, nothing is known of an element.
+    An element may come from any iteration. Therefore a number of samples (COUNT) is treated like a sum over samples,
+    and nothing is known about a shape.
     """
     over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
     return replace(value, over=over, items=tuple(collected(item) for item in value.items))
@@ -436,8 +438,8 @@ class RankValues:
 
     This is an abstract interpreter. It runs the script with a `Value` instead of a number or tensor for every name and
     expression. A `Value` says how the result depends on the samples of a rank. All branches of an `if` are run, and if
-    they give different values, the result is UNKNOWN. Each loop is runs the body twice, because an iteration starts
-    with the values of the one before. Each function is run once for each combination of arguments. Example:
+    they give different values, the result is UNKNOWN. The body of each loop is run twice, because an iteration starts
+    with the values of the previous iteration. Each function is run once for each combination of arguments. Example:
 
         for x, y in loader:                      x, y: ROWS, something of each sample
             each = (model(x) - y) ** 2           ROWS: a model is assumed to process each sample separately
@@ -484,14 +486,14 @@ class RankValues:
             if isinstance(call.func, cst.Attribute)
             for name in self._source.all(cst.Name, call.func.value)
         }
-        # Functions of the script that the interpreter is in, if called with arguments that differ between ranks.
+        # Names of the script's functions that the interpreter is running with arguments that differ between ranks.
         self._calling: list[str] = []
         self._fresh: set[Symbol] = set()
         self._in_loop: list[cst.For] = []  # training loops that the interpreter is in
         self._branches = 0
         self._called: dict[tuple[str, tuple[Value, ...]], Value] = {}
         self._returned: list[Value] = []
-        self._begun: dict[cst.Call, set[Value]] = {}  # for each call of backward(), the values from which it begins
+        self._begun: dict[cst.Call, set[Value]] = {}  # for each call of backward(), what is known about its loss
         self._models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -500,7 +502,7 @@ class RankValues:
         }
 
     def follow(self) -> None:
-        """Run the whole script in the abstract interpreter, and record where values must be combined."""
+        """Run the whole script in the abstract interpreter, and record where values must be combined over the ranks."""
         self._block(self._source.module)
         called = {name for name, _ in self._called}
         for name, function in self._source.functions.items():
@@ -563,7 +565,7 @@ class RankValues:
             self._block(node)
 
     def _closure(self, node: cst.FunctionDef) -> None:
-        """Run the body of a nested function with the values that variables have at its definition."""
+        """Run the body of a nested function, if it trains, with the values that variables have where it is defined."""
         if self._training.trains(node.body):
             kept, self._returned = self._returned, []
             self._block(node.body)
@@ -572,7 +574,8 @@ class RankValues:
     def _for(self, loop: cst.For) -> None:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
-        for _ in range(2):  # runs the body twice, because an iteration starts with the values of the one before
+        # Interpret the body twice, because variables have the values of the previous iteration when the second begins.
+        for _ in range(2):
             self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
                 self._put(loop.target.elements[1].value, BATCH if trains else value)
@@ -637,8 +640,8 @@ class RankValues:
             self._edits.refuse(line, f"cannot tell whether `{self._source.code(node.value)}` is a mean or a sum")
 
     def _sums_up_in(self, node: cst.AugAssign) -> cst.For | None:
-        """Return the loop after which the sum that `node` (`total += x`) accumulates may be combined over ranks. None
-        if there is no such loop.
+        """Return the loop in which `node` (`total += x`) accumulates a sum, if the sum may be combined over ranks after
+        the loop. None if there is no such loop.
 
         The sum must be initialised before the loop, and must not be read inside the loop.
         """
@@ -723,7 +726,7 @@ class RankValues:
             self._edits.refuse(test, f"ranks may decide differently, each by its own data: `{text}`")
 
     def _share(self, node: cst.BaseExpression) -> bool:
-        """Edit an expression so that its means and sums over a rank's samples become those of all ranks.
+        """Edit an expression so that its means and sums are computed from the samples of all ranks, not of one rank.
 
         Return False if another part of the expression still differs between ranks.
         """
@@ -815,8 +818,8 @@ class RankValues:
         return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
 
     def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
-        """If `node` is a mean, sum or count of a rank's samples, edit it to be that of all ranks. Return what is known
-        afterwards.
+        """If `node` is a mean, sum or count of a rank's samples, edit it to combine those of all ranks. Return what is
+        known about the edited expression.
         """
         if value.over not in REDUCED | {Over.COUNT}:
             return value
@@ -914,11 +917,11 @@ class RankValues:
             return self._shown(call, name, values)
         if name in ABOUT:
             return ALL
-        # `zip(*rows)` returns the columns of `rows`, about which the same is known.
+        # `zip(*rows)` transposes `rows`, so the same is known about the result as about `rows`.
         if name == "zip" and len(values) == 1 and call.args[0].star:
             return values[0]
         if name == "len" and values and values[0].over in REDUCED:
-            return ALL  # equal on all ranks, because the argument is a list of means or sums
+            return ALL  # equal on all ranks: a list of means or sums has one element per batch
         if name == "len" and values:
             return _at(replace(values[0], over=Over.SHAPE, sure=values[0].over in EACH), 0) if values[0].own else ALL
         if name in ("float", "int", "round") and self._source.is_builtin(full):
@@ -949,9 +952,9 @@ class RankValues:
             kinds = {value.over for value in values if value.own and not value.items}
             over = Over.ROWS if kinds <= EACH else Over.PART
             return Value(over=over, dims=2) if kinds and (kinds <= EACH or kinds == {Over.PART}) else OWN
-        if any(
-            value.number and value.over is not Over.COUNT for value in values
-        ):  # combines them over ranks here, because Python numbers may be used after the batch
+        # Combine the Python numbers among the arguments over ranks before this call. The called function may use them
+        # where no tensor of the batch is left to combine.
+        if any(value.number and value.over is not Over.COUNT for value in values):
             pairs = zip(call.args, values, strict=True)
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
@@ -1005,7 +1008,7 @@ class RankValues:
         """Return what is known about the result of calling the method `name` on an object that
         differs between ranks.
         """
-        # These are methods of a dictionary, whose values differ between ranks.
+        # On a dictionary that differs between ranks, these methods return something that differs, too.
         if name in ("items", "values", "get", "keys"):
             return base
         if name in ("format", "append", "extend"):  # methods of strings and lists, which tensors do not have
@@ -1257,7 +1260,7 @@ def _multiplied(left: Value, right: Value) -> Value:
 
 
 def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
-    """Replace `{it}` in a template by the tensor whose mean is `tensor.mean()` or `torch.mean(tensor)`."""
+    """Replace `{it}` in a template by the tensor whose mean `call` computes (`x.mean()` or `torch.mean(x)`)."""
     assert isinstance(call, cst.Call)
     inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # `func` is an attribute
     return cst.helpers.parse_template_expression(template, it=inner)

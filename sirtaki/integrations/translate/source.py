@@ -89,7 +89,7 @@ class Source:
         return self._parents[node]
 
     def statement(self, node: cst.CSTNode) -> cst.BaseStatement:
-        """Return the innermost statement that contains `node` and before and after which lines can be inserted."""
+        """Return the innermost statement around `node` that allows inserting lines before and after it."""
         for there in (node, *self.above(node)):
             if isinstance(there, cst.BaseStatement) and not isinstance(
                 self.parent(there), cst.If
@@ -518,7 +518,13 @@ class TrackedKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """Call in a script that creates a tracked object. `name` is the full name of the called function."""
+    """Place in a script where a call creates an object whose uses are followed, such as a model or an optimizer.
+
+    Attributes:
+        kind: kind of the created object.
+        call: the call.
+        name: full name of the called function.
+    """
 
     kind: TrackedKind
     call: cst.Call
@@ -540,7 +546,9 @@ _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.GeneratorExp: ("elt",),
     cst.DictComp: ("value",),
 }
-"""For types of expressions, the attributes whose sub-expressions may be the expression's value or elements of it."""
+"""For types of expressions, the attributes that contain the sub-expressions from which the expression gets its value
+or its elements.
+"""
 
 Key = TypeVar("Key")
 
@@ -695,8 +703,8 @@ class Flows:
         self._put(target, self.values(value))
 
     def _at(self, value: cst.BaseExpression, position: int) -> Values:
-        """Return the calls (sites) that create the tracked objects that the element `position` of the tuple `value` may
-        hold.
+        """Return the calls (sites) that may have created the object at `position` in the tuple `value`. Only calls that
+        create tracked objects, such as models, count.
         """
         if isinstance(value, cst.Call) and (functions := self.callees(value)):
             return self._union(
@@ -722,8 +730,8 @@ class Flows:
             self._add(self._returned_at, (function, position), self.values(element.value))
 
     def _add(self, table: dict[Key, Values], key: Key, values: Values) -> None:
-        """Add `values`, calls that create tracked objects, to the entry `key` of a table. If one is new, the analysis
-        makes another pass over the script.
+        """Add `values`, calls that create tracked objects, to the entry `key` of a table. If the entry lacked one of
+        them, the analysis makes another pass over the script.
         """
         known = table.get(key, NOTHING)
         if not values <= known:

@@ -40,9 +40,9 @@ def free_name(source: Source, wanted: str) -> str:
 
 
 def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: str = "") -> list[str]:
-    """Return the import lines that the translated script needs after the statement `place`.
+    """Return the lines to insert after the statement `place`: imports of Sirtaki, and a line that sets SIRTAKI_UNUSED.
 
-    The lines set SIRTAKI_UNUSED, so that the gradient of a parameter that no rank has used stays None.
+    With SIRTAKI_UNUSED=none, the gradient of a parameter that no rank has used stays None.
     """
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
     return [
@@ -200,7 +200,8 @@ class Optimizers:
         """Wrap all optimizers in `DistributedOptimizer`.
 
         Args:
-            losses: kinds of losses (means or sums) from which backward passes begin, and a line of the script for each.
+            losses: for each kind of loss (mean or sum over a batch) on which the script calls `backward()`, the number
+                of a line with such a call. The kind determines whether the optimizer averages or sums gradients.
         """
         options, counted = "", self._training.passes_are_counted()
         if not counted:
@@ -251,7 +252,7 @@ class Optimizers:
             self._edits.after(statement, *broadcasts, line)
 
     def _loops_around(self, model: cst.BaseExpression) -> str | None:
-        """Return the `for` clauses of the comprehension that binds the model's name, as code.
+        """Return, as code, the `for` clauses of the comprehension that binds the model's name.
 
         "" if no comprehension binds the name. None if a lambda binds it.
         """
@@ -304,12 +305,15 @@ class Optimizers:
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
             made = self._flows.holds(node.value, TrackedKind.INSTANCE)
             if made and not any(self._source.derives(site.name, "Module") for site in made):
-                break  # stops here, because an object that is no Module only contains models
+                break  # stop here: an object that is no Module has no weights of its own
             node = node.value
         return node
 
     def _origins(self, name: cst.Name) -> Iterator[cst.CSTNode]:
-        """Yield the expressions that are assigned to a name, appended to it, or looped over by it, in its function."""
+        """Yield the expressions from which a name gets its value or elements.
+
+        These are the expressions that are assigned to the name, and the iterables of loops that append to it.
+        """
         source, symbol = self._source, self._source.symbol(name)
         for assign in source.all(cst.Assign):
             if any(source.symbol(target.target) == symbol for target in assign.targets):
@@ -355,7 +359,9 @@ class Optimizers:
                 self._edits.note(node, f"`{self._source.code(node)}` is each rank's own until a step is made")
 
     def _for_each(self, call: cst.Call, place: cst.BaseStatement, line: str) -> str:
-        """Return `line`. If `place` is outside of the loops that bind the optimizer's name, add these loops."""
+        """Return code to insert at `place`: `line`, inside copies of loops around `call`. These are the loops that bind
+        the optimizer's name and do not contain `place`.
+        """
         names = {node.value for node in self._source.all(cst.Name, call)}
         for there in self._source.above(call):
             if there is place or self._source.contains(there, place):
@@ -389,7 +395,7 @@ class Optimizers:
     def _in_front_of(self, read: cst.CSTNode, step: cst.BaseStatement) -> cst.BaseStatement:
         """Return the statement before which gradients must be reduced, so that `read` sees reduced gradients.
 
-        It is the outermost branch or loop that contains `read`, but not `step`.
+        The statement is the outermost branch or loop that contains `read`, but not `step`.
         """
         here = self._source.statement(read)
         for there in self._source.above(here):
@@ -473,7 +479,15 @@ class Output:
     """Makes the edits by which only rank 0 prints and writes files."""
 
     def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
-        """Store the names `hvd` and `ranks` that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script."""
+        """Prepare to edit a script.
+
+        Args:
+            source: the script.
+            flows: values of its variables.
+            edits: list that receives the edits.
+            hvd: name under which the translated script imports `sirtaki.torch`.
+            ranks: name under which it imports `sirtaki.torch.ranks`.
+        """
         self._source, self._flows, self._edits, self._hvd, self._ranks = source, flows, edits, hvd, ranks
         self._writes = False
 
@@ -553,7 +567,7 @@ class Output:
 
 
 def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
-    """Replace `path.open(…)` by `open(where, …)`."""
+    """Return the call `open(where, …)` in place of `path.open(…)`. The edit chooses another path as `where`."""
     assert isinstance(call, cst.Call)
     return call.with_changes(func=cst.Name("open"), args=[cst.Arg(where), *call.args])
 
@@ -655,7 +669,7 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
     def uses_gradient(node: cst.CSTNode) -> bool:
         return has_gradient(node) or any(source.symbol(name) in named for name in source.all(cst.Name, node))
 
-    # Each is (statement or call, changed tensor, operand).
+    # Each change is a tuple (statement or call, changed tensor, operand).
     changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]
     changes = [
         (aug, aug.target, aug.value)
@@ -757,7 +771,7 @@ class HandCut:
         self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
 
     def _trains(self, node: cst.CSTNode) -> bool:
-        """Return whether the code of a node runs during training."""
+        """Return whether this part of the script (syntax node) runs during training."""
         if self._source.function_of(node) in self._functions:
             return True
         around = (there for there in self._source.above(node) if isinstance(there, cst.For | cst.While))
@@ -836,8 +850,9 @@ class HandCut:
                     yield loop
 
     def _whole_sets(self) -> Iterator[cst.Name]:
-        """Yield the names of data that is one batch in all iterations: assigned outside the training loop, and passed
-        to a model or a loss inside it.
+        """Yield the names of data that each iteration uses as a whole, as one batch.
+
+        The script assigns such data outside the training loop, and passes them to a model or a loss inside the loop.
         """
         found = {self._source.symbol(name) for name in self._whole_arguments()}
         made = {name for node in walk(self._source.module) for t in targets(node) for name in walk(t)}
@@ -875,7 +890,7 @@ class HandCut:
                 if data is not None and data.value not in self._source.imported and not self._made_around(data):
                     into.append(data)
         if to_losses and not to_models:
-            return  # Yield nothing, because the targets of a loss are not all data if the model's input is not found.
+            return  # Yield nothing: if no model gets the whole data, the loss does not get all targets either.
         yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
@@ -928,8 +943,8 @@ CALLS = {
     "barrier": "barrier",
     "destroy_process_group": "shutdown",
 }
-"""Functions of torch.distributed, and the functions of Sirtaki by which a translated script replaces them. Their
-arguments are dropped.
+"""Names of functions of torch.distributed, and of the functions of Sirtaki that a translated script calls instead,
+without the arguments.
 """
 
 OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
@@ -1174,10 +1189,10 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """Insert code before `relay`, a loop over a data loader in a generator that repeats endlessly, so that each pass
-    over the data has its own random order.
+    """Insert code before `relay`, so that each pass over the data has its own random order. `relay` is a loop over a
+    data loader, in a generator that repeats the data endlessly.
 
-    For other generators, nothing is inserted, because the loop that consumes them begins the pass.
+    Insert nothing in other generators, because there the loop that consumes the generator begins each pass.
     """
     source = training.source
     if not any(isinstance(there, cst.While) for there in source.above(relay)):

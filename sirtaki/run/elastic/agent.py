@@ -78,8 +78,9 @@ lost together with some ranks.
 """
 
 LEAVE_GRACE_S = 30.0
-"""Seconds between SIGTERM and SIGKILL for ranks if SIGTERM ends the job and they write a checkpoint at their next
-commit. Replaces `KILL_GRACE_S`.
+"""Seconds between SIGTERM and SIGKILL, instead of `KILL_GRACE_S`, for ranks that write a checkpoint after SIGTERM.
+
+Such ranks continue to train until their next commit, at which they write the checkpoint.
 """
 
 
@@ -103,8 +104,14 @@ class AgentActions(Protocol):
     """
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start a process `worker` for a rank in `slot`, one of the host's numbered places for ranks. Raises OSError if
-        this fails.
+        """Start the process of a rank.
+
+        Args:
+            worker: id of the process in the job.
+            slot: number of the place for a rank on this host.
+
+        Raises:
+            OSError: the process cannot be started.
         """
         ...
 
@@ -489,8 +496,8 @@ class Succession:
 
     def _start_driver(self, agents: Agents) -> None:
         if self._driver is not None and self._driver.poll() is None:
-            # Start no driver (launcher process), because the old one still runs. It gave this agent up while the agent
-            # was stopped.
+            # Do not start a second driver (launcher process), because the driver that this agent started before still
+            # runs. That driver gave this agent up while the agent was stopped.
             return
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
@@ -507,7 +514,7 @@ class Succession:
             start_new_session=True,
             pass_fds=descriptors,
         )
-        assert self._driver.stdin is not None  # holds, because standard input is a pipe
+        assert self._driver.stdin is not None  # never None, because standard input is a pipe
         with contextlib.suppress(OSError), self._driver.stdin as stdin:
             stdin.write(msgspec.json.encode(inheritance))
 
@@ -561,7 +568,7 @@ class RankProcess:
         self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
-        assert self._process.stdout is not None  # holds, because stdout and stderr are pipes
+        assert self._process.stdout is not None  # never None, because stdout and stderr are pipes
         assert self._process.stderr is not None
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._pumps = [
@@ -625,8 +632,8 @@ class RankProcess:
 
 
 ALONE_S = 3.0
-"""Seconds for which an agent (process that starts ranks) may still search for a driver after the driver (launcher
-process) has closed its standard input.
+"""Seconds for which an agent (process that starts ranks) may still try to connect to the driver (launcher process)
+after the agent's standard input was closed.
 """
 
 _POLL_S = 0.5
@@ -733,8 +740,14 @@ class Agent:
     # ── actions of the rules ──────────────────────────────────────────────────────────────────────────────────────────
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start a process `worker` for a rank in `slot`, one of the host's numbered places for ranks. Raises OSError if
-        this fails.
+        """Start the process of a rank.
+
+        Args:
+            worker: id of the process in the job.
+            slot: number of the place for a rank on this host.
+
+        Raises:
+            OSError: the process cannot be started.
         """
         config = self._config
         environ = {
@@ -772,7 +785,7 @@ class Agent:
         self._driver.send(message)
 
     def _reap(self, rank: RankProcess) -> None:
-        self._receive_from_rank(rank)  # processes the rank's last messages before its end
+        self._receive_from_rank(rank)  # process the rank's last messages before its exit is reported
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)
@@ -785,8 +798,9 @@ class Agent:
 
 
 def _leave_with_input(arrived: threading.Event) -> None:
-    """End this agent process if the launcher closes its standard input before it has connected to the driver (launcher
-    process).
+    """End this agent process if its standard input is closed before the agent has connected to the driver.
+
+    The launcher, which is the driver, closes this input when it gives up the agent or exits.
     """
     with contextlib.suppress(OSError):
         while os.read(0, 4096):

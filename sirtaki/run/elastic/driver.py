@@ -36,7 +36,7 @@ from sirtaki.engine.json_channel import JsonChannel, encoded
 from sirtaki.engine.launchers import node_names
 from sirtaki.engine.membership import Proof
 from sirtaki.engine.settings import Settings
-from sirtaki.errors import ConfigError, LaunchError
+from sirtaki.errors import ConfigError, LaunchError, require
 from sirtaki.run.elastic.agent import (
     DRIVER,
     AgentConfig,
@@ -78,9 +78,10 @@ starts ranks there) and all its ranks.
 """
 
 REMEMBERED_S = 120.0
-"""Seconds for which the driver (launcher process) keeps a lost agent in the list that it sends to all agents (processes
-that start ranks). If the network has split and this driver must end, the other agents need this list to find the lost
-agent, which may have started a driver.
+"""Seconds for which a lost agent stays in the list of agents that the driver (launcher process) sends to all agents.
+
+An agent is a process that starts ranks. After a network split, the lost agent may have started another driver. If this
+driver must then end, its agents find the other driver by this list.
 """
 
 
@@ -119,7 +120,7 @@ class AgentRecord:
 
         Args:
             timeout_s: maximum wait in seconds.
-            kills: kill the start command if it has not ended by then. Used only by `StartedAgent`.
+            kills: True to kill the start command if it has not ended after `timeout_s`. Used only by `StartedAgent`.
         """
 
         def has_closed() -> bool:
@@ -151,7 +152,7 @@ class AgentList:
             expected: ids of agents that an earlier driver started.
             numbers: highest agent id that was assigned until now.
             start_s: seconds that an agent may take to connect.
-            shares: send the list of agents to every agent, because any agent may start the next driver.
+            shares: True to send the list of agents to every agent, because any agent may start the next driver.
             now_s: current time.
         """
         self.agents: dict[str, AgentRecord] = {}
@@ -189,8 +190,10 @@ class AgentList:
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
     def receive(self, agent: AgentRecord, message: FromAgent, now_s: float) -> AgentMessage | None:
-        """Process a message of an agent (process that starts ranks). Return it as an event for `JobMembers`, which
-        decides about ranks, or None if no decision is needed.
+        """Process a message of an agent (process that starts ranks).
+
+        Returns:
+            The message as an event for `JobMembers`, which decides about ranks. None if no decision is needed.
         """
         agent.heard_s = now_s
         match message:
@@ -214,7 +217,10 @@ class AgentList:
                 agent.channel.send(text)
 
     def broadcast_agents(self) -> None:
-        """Send all agents the list of agents, any of which may start a new driver (launcher process) after a loss."""
+        """Send the list of all agents (processes that start ranks) to every agent.
+
+        Agents need the list to find or start a new driver (launcher process) if this driver is lost.
+        """
         if self._shares:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
             self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
@@ -388,7 +394,7 @@ class Switchboard(Generic[Speaker]):
 
 
 Pump = Callable[[str, Iterable[bytes]], None]
-"""Function of a stream's name ("stdout" or "stderr") and its lines, which prints the lines as they arrive."""
+"""Function that prints output lines as they arrive. Arguments: name of the stream ("stdout" or "stderr"), and lines."""
 
 
 class StartedAgent(AgentRecord):
@@ -426,10 +432,10 @@ class StartedAgent(AgentRecord):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Keeps Ctrl-C in the terminal away from the agent, because only the launcher must handle it.
+            # Run the command in its own session, so that Ctrl-C in the terminal reaches only the launcher.
             start_new_session=True,
         )
-        assert self._process.stdout is not None  # holds, because stdout and stderr are pipes
+        assert self._process.stdout is not None  # never None, because stdout and stderr are pipes
         assert self._process.stderr is not None
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
@@ -438,8 +444,8 @@ class StartedAgent(AgentRecord):
         ]
         for thread in self._pumps:
             thread.start()
-        assert self._process.stdin is not None  # holds, because standard input is a pipe
-        # Ignores a broken pipe, because `why_ended` reports that the command has ended.
+        assert self._process.stdin is not None  # never None, because standard input is a pipe
+        # Ignore a broken pipe, because `why_ended` reports that the command has ended.
         with contextlib.suppress(OSError):
             self._process.stdin.write(config)
             self._process.stdin.flush()
@@ -599,7 +605,7 @@ class AgentCrew(AgentList):
         agent.channel.watch(self._board.events, agent)
 
     def _receive(self, agent: AgentRecord) -> Iterator[AgentMessage | Lost]:
-        assert agent.channel is not None  # holds, because `poll` yields only agents with a channel
+        assert agent.channel is not None  # never None, because `poll` yields only agents with a channel
         try:
             messages = agent.channel.receive()
         except ConnectionError:
@@ -866,8 +872,9 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
 # ── a job from parsed options, and the successor of a lost driver ─────────────────────────────────────────────────────
 
 _LATER_S = 30.0
-"""Seconds by which ranks wait longer for missing ranks than the launcher, so that the launcher, which can name the
-missing ranks, gives up first.
+"""Ranks wait for missing ranks this many seconds longer than the launcher.
+
+So the launcher gives up first. Only the launcher can name the missing ranks in its error message.
 """
 
 
@@ -997,22 +1004,15 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     start, least, most = options.ranks, options.min_ranks, options.max_ranks
     least = least or start or 1
     start = start or least
-    if not least <= start <= (most or start):
-        raise ConfigError(
-            f"the numbers of ranks must satisfy --min-np <= -np <= --max-np, found --min-np {least}, -np {start}"
-            f"{f', --max-np {most}' if most else ''}"
-        )
+    rule = "--min-np <= -np <= --max-np"
+    require(least <= start <= (most or start), "the number of ranks", rule, f"{least}, {start}, {most or 'no limit'}")
     on_failure = OnFailure(options.on_failure) if options.on_failure else None
     if on_failure is None:
         on_failure = OnFailure.DROP_HOST if options.as_horovod else OnFailure.REPLACE_RANK
     cooldown_s = tuple(options.blacklist_cooldown_range or ())
-    if cooldown_s and cooldown_s[0] > cooldown_s[1]:
-        raise ConfigError(
-            "the first value of --blacklist-cooldown-range must not exceed the second, found "
-            f"{cooldown_s[0]:g} and {cooldown_s[1]:g}"
-        )
-    if options.reset_limit is not None and options.reset_limit < 0:
-        raise ConfigError(f"the value of --reset-limit must be at least 0, found {options.reset_limit}")
+    valid = cooldown_s == tuple(sorted(cooldown_s))
+    require(valid, "--blacklist-cooldown-range", "a first value that does not exceed the second", cooldown_s)
+    require((options.reset_limit or 0) >= 0, "--reset-limit", "at least 0", options.reset_limit)
     if not options.host_discovery_script and (slots := sum(hosts.values())) < start:
         what = f"--min-np {least}" if slots < least else f"-np {start}"
         raise ConfigError(

@@ -19,6 +19,7 @@ from msgspec import Struct
 from sirtaki.comm.control.members import Member
 from sirtaki.engine.membership import Change, Changed, Dismissal, Finished, FromRank, Join, Patience
 from sirtaki.machine import signal_name
+from sirtaki.measures import counted
 
 
 class ProcessPhase(Enum):
@@ -127,8 +128,8 @@ class RankEnd:
 
 
 COOLDOWN_S = (30.0, 600.0)
-"""Shortest and longest time in seconds for which a failed host is excluded, by default, if failed ranks are replaced on
-the same host."""
+"""Default limits in seconds of the time for which a host is excluded after a failure. They apply if failed ranks are
+replaced on the same host."""
 
 
 class OnFailure(Enum):
@@ -151,8 +152,8 @@ class Policy:
         on_failure: action after the failure of a rank.
         cooldown_s: shortest and longest time for which a failed host is excluded. None to exclude it permanently.
         leave_s: seconds after which a rank is killed if it has not requested the next generation although another
-            member has, or if it has not ended after its dismissal. The first limit grows to twice the longest time that
-            any rank computed without polling, up to `timeout_s`.
+            member has, or if it has not ended after its dismissal. In the first case, a longer limit applies if a rank
+            has computed long without polling: twice that time, at most `timeout_s`.
         start_grace_s: seconds that the first generation still waits for starting ranks after enough ranks are ready.
         strikes: number of consecutive early failures of ranks on a host after which the host is excluded. A failure is
             early if the rank has trained for less than `settled_s`.
@@ -341,8 +342,8 @@ class Quorum:
         """Continue with the newest generation (set of ranks that train together) of a lost driver (launcher process).
 
         Args:
-            newest: newest generation, with the members of older generations that some process may still consider the
-                newest.
+            newest: newest generation. It also lists the members of older generations, because processes that missed the
+                newest one may still train in them.
             present: workers that can be reached.
         """
         for members in [*(newest.older or ()), newest.workers]:
@@ -566,13 +567,16 @@ class Crew(Protocol):
         ...
 
     def broadcast_agents(self) -> None:
-        """Send all agents the list of agents, any of which may start a new driver (launcher process) after a loss."""
+        """Send the list of all agents (processes that start ranks) to every agent.
+
+        Agents need the list to find or start a new driver (launcher process) if this driver is lost.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """Result of an ended job: exit code, and `text`, which says why the job ended ("" if the job was completed)."""
+    """Result of an ended job: its exit code, and the reason why it ended as `text` ("" if the job was completed)."""
 
     exit_code: int
     text: str = ""
@@ -581,17 +585,12 @@ class JobEnd:
 # ── messages to the user ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def count(number: int, noun: str) -> str:
-    """Return a text such as `1 rank` or `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
     """Describe in words which hosts and slots (places for ranks) were added or removed."""
-    parts = [f"host {host} with {count(slots, 'slot')} is new" for host, slots in after.items() if host not in before]
+    parts = [f"host {host} with {counted(slots, 'slot')} is new" for host, slots in after.items() if host not in before]
     parts += [f"host {host} was removed" for host in before if host not in after]
     parts += [
-        f"host {host} has {count(slots, 'slot')} instead of {before[host]}"
+        f"host {host} has {counted(slots, 'slot')} instead of {before[host]}"
         for host, slots in after.items()
         if before.get(host, slots) != slots
     ]
@@ -610,7 +609,7 @@ def announcement(form: FormGeneration) -> str:
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
     new = sum(not member.has_state for member in form.members)
     fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
-    return f"generation {form.number}: {count(len(form.members), 'rank')} ({placed}){fresh}"
+    return f"generation {form.number}: {counted(len(form.members), 'rank')} ({placed}){fresh}"
 
 
 def with_ranks(lost: Collection[RankRecord]) -> str:
@@ -623,7 +622,7 @@ def with_ranks(lost: Collection[RankRecord]) -> str:
     return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
 
-_NOBODY = 0  # number that no process has; in a list of members, it takes the place of a dead one
+_NOBODY = 0  # process number that is never assigned; it replaces the number of a dead process in a list of members
 
 
 class MemberList:
@@ -662,8 +661,8 @@ class MemberList:
         self._numbers = max([0, *self.workers, *members])
         self.has_state = any(worker.has_state for worker in workers)
         there = [number for number in members if number in self.workers]
-        # Leave out processes that had not received the generation (set of ranks) when the driver (launcher process) was
-        # lost. They were never members.
+        # Processes that had not received the generation (set of ranks) when the driver (launcher process) was lost are
+        # not in `told`, because they were never members.
         told = [number for number in there if self.workers[number].generation == generation]
         for rank, number in enumerate(members):
             if number in self.workers:
@@ -827,7 +826,8 @@ class JobMembers:
         self._notified = Change(0)  # membership changes of which current members were notified
         self._lost = self._notified_lost = ""  # how the first member that died since the last elastic restart ended
         self._failure: tuple[str, RankEnd] | None = None  # the first failure since the last elastic restart
-        # Whether a process has completed its work, or has failed, before the first ranks trained.
+        # True if a process has completed its work (`_ended_well`), or has failed (`_ended_badly`), before the first
+        # generation began.
         self._ended_well = self._ended_badly = False
         self._host_problem = ""  # newest problem of a host, for the message that ends the job
         self._reasons: set[str] = set()  # reasons for failures that were printed already
@@ -844,7 +844,7 @@ class JobMembers:
             now_s: current time.
 
         Returns:
-            Whether this driver may continue the job. After a network split, only one side may continue. False if no
+            True if this driver may continue the job. After a network split, only one side may continue. False if no
             generation has begun yet.
         """
         newest = newest_generation(reports)
@@ -1058,7 +1058,7 @@ class JobMembers:
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
-            if room <= 0:  # stops early, because there may be thousands of hosts
+            if room <= 0:  # skip the remaining hosts, because there may be thousands
                 break
             free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:

@@ -16,14 +16,13 @@ import queue
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +43,6 @@ from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.comm.transports.gloo import TORCH_OPS, open_group
 from sirtaki.comm.units import TensorOperation, TensorReduction, UnitPipeline
 from sirtaki.engine import job
-from sirtaki.engine.autograd import in_backward, when_backward_ends
 from sirtaki.engine.c10d import timeout_of
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
@@ -53,6 +51,7 @@ from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
 from sirtaki.machine import finalize, free_in_forked_children, in_forked_children, keep_in_forked_children
+from sirtaki.torch import auto_attach
 from sirtaki.torch_backend import NAME
 from sirtaki.uncompiled import exclude_from_compilation
 
@@ -264,9 +263,9 @@ class GroupLanes:
 
     @contextmanager
     def _limited_opening(self) -> Iterator[None]:
-        """Limit the time for opening the lanes (connections) in the `with` block to the group's timeout.
+        """Report a failure if the `with` block takes longer than the group's timeout.
 
-        If it takes longer, the group fails.
+        The block opens the lanes (connections).
         """
         begin_s, opened = time.monotonic(), threading.Event()
 
@@ -326,7 +325,8 @@ class GroupLanes:
             pipeline.fail(destroyed)
         self._gathers.put(None)
         self._take_leave()
-        self._ranks.failures.report(destroyed)  # ends waits for operations that other ranks have not begun
+        # End the waits of both threads for operations that other ranks have not begun.
+        self._ranks.failures.report(destroyed)
         for thread in (self._thread, self._gatherer):
             if thread is not None:
                 thread.join(LEAVE_S)
@@ -420,7 +420,7 @@ class FillingWork(Work):
         self._outputs = outputs
 
     def synchronize(self) -> None:
-        """Block until the collective has ended. CUDA streams could wait instead, but CPU tensors have none."""
+        """Block until the collective has ended. NCCL makes the current stream wait, but CPU tensors have no stream."""
         self.wait()
 
     def is_success(self) -> bool:
@@ -458,8 +458,8 @@ class LaneWork(FillingWork):
                 "process group call the collective"
             )
         if self._future is not None and not self._is_in_callback():
-            # Wait for the callbacks too: the thread that ends the operation first wakes waiting threads, then runs the
-            # callbacks.
+            # Wait for the callbacks too, because the thread that ends the operation wakes waiting threads before it
+            # runs the callbacks.
             self._callbacks_done.wait()
         return True
 
@@ -510,9 +510,9 @@ class LastingWork(FillingWork):
     alternative, `_create_work_from_future`, returns works whose `wait` does not raise the error of the future.
     """
 
-    _in_flight: ClassVar[set[LastingWork]] = set()  # works to which maybe only C++ refers
+    _in_flight: ClassVar[set[LastingWork]] = set()  # works to which only C++ may refer
     _ended: ClassVar[deque[LastingWork]] = deque(maxlen=10_000)
-    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # works that ended last: C++ may still ask for their future
+    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # latest ended works: C++ may still ask for their future
 
     def __init__(self, work: FillingWork) -> None:
         super().__init__(None)
@@ -526,7 +526,7 @@ class LastingWork(FillingWork):
         if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
-        self._in_flight.add(self)  # Python does not destroy an object that gets a new reference
+        self._in_flight.add(self)  # this reference keeps Python from destroying the object
         try:
             self._work.get_future().add_done_callback(self._end)
         except RuntimeError:  # the work of a reduce-scatter of Gloo has no future
@@ -573,7 +573,7 @@ class LastingWork(FillingWork):
     def result(self) -> Any:
         """Return the tensors to which the wrapped work's collective writes.
 
-        None after `wait` if C++ refers to this work.
+        None after `wait` if C++ code refers to this work: the wrapped work is then freed by `wait`.
         """
         return None if self._work is None else self._work.result()
 
@@ -637,8 +637,9 @@ class InnerGroupWork(FillingWork):
                 if self._work.is_completed():
                     break
                 now_s = time.monotonic()
-                # Raise an error that comes before the slice of time has passed: it is no timeout but the collective's
-                # own error. Some failed works of PyTorch never report completion, so their state does not show this.
+                # Waits are cut into slices of `slice_s`, at whose end PyTorch raises an error (timeout), too. An error
+                # that comes earlier is the collective's own: raise it. `is_completed` cannot tell, because some failed
+                # works of PyTorch never complete.
                 if now_s > deadline_s or now_s - begin_s < slice_s / 2:
                     raise
         return self._work.wait()
@@ -713,7 +714,7 @@ class FollowedWork(FillingWork):
 
         def follow(ended: torch.futures.Future[Any]) -> Any:
             for future in ended.value():
-                # Raise the exception of a failed LaneWork, which is the value of its future.
+                # The future of a failed LaneWork has the exception as its value: raise it.
                 if isinstance(error := future.value(), Exception):
                     raise error
             self._follow()
@@ -743,7 +744,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     settings = replace(Settings.from_environ(), start_timeout_s=timeout.total_seconds())
     ranks = open_ranks(settings)
     control = ControlPlane(ranks, interface=settings.gloo_interface)
-    store, _ = control.store()
+    store = control.store()
     control.close()
     ranks.free()
     return store, control.rank, control.size
@@ -799,10 +800,10 @@ def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor over the same memory that is not an inference tensor. Any thread may write to it.
+    """Return a detached tensor over the same memory to which any thread may write, so no inference tensor.
 
-    Only code within `torch.inference_mode()` may write to an inference tensor, and the group's threads run outside of
-    it.
+    Only code within `torch.inference_mode()` may write to an inference tensor. The group's threads run outside of this
+    mode.
     """
     if not tensor.is_inference():
         return tensor.detach()
@@ -821,105 +822,6 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
-@dataclass(slots=True)
-class _Unreduced:
-    """State of a DDP model over this backend, before Sirtaki reduces its gradients instead of DDP (attaches it).
-
-    The model is attached at the end of the first backward pass in which DDP reduces its gradients, because all ranks
-    reach this point in the same order. Other points are not suitable: a single rank may run a forward pass, or a
-    backward pass within `no_sync()`.
-
-    Attributes:
-        wanted: names of the parameters whose gradients DDP reduces, because they required gradients when DDP wrapped
-            the model.
-        begun: whether DDP has begun to reduce the model's gradients.
-    """
-
-    wanted: frozenset[str]
-    begun: bool = False
-
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Let Sirtaki reduce the gradients of `model` instead of DDP. Collective.
-
-        Raises:
-            ConfigError: Sirtaki cannot reduce this model's gradients. Raised on all ranks.
-        """
-        from sirtaki.torch.ddp import attach
-
-        before = [(param, param.requires_grad) for param in model.module.parameters()]
-        try:
-            for name, param in model.module.named_parameters():
-                param.requires_grad_(name in self.wanted)
-            attach(model)
-        finally:
-            for param, wants in before:
-                param.requires_grad_(wants)
-
-
-_unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = weakref.WeakKeyDictionary()
-"""DDP models whose gradients Sirtaki does not reduce yet, in the order of creation, which is equal on all ranks."""
-
-
-def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
-    """Remember a new DDP model, to reduce its gradients later instead of DDP.
-
-    Global hook that PyTorch calls when a module gets a submodule.
-    """
-    if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
-        exclude_from_compilation()
-        group = module.process_group
-        if attach and isinstance(group, SirtakiProcessGroup) and group.size() == dist.get_world_size():
-            _unreduced[module] = _Unreduced(
-                frozenset(name for name, param in inside.named_parameters() if param.requires_grad)
-            )
-
-
-def _see_reduction() -> None:
-    """At the end of this backward pass, check which DDP models' gradients are being reduced.
-
-    Called when DDP may have launched an all-reduce.
-    """
-    if _unreduced:
-        when_backward_ends(_see_models)
-
-
-def _see_models() -> None:
-    """Find the DDP models whose gradients DDP has begun to reduce.
-
-    Called when a backward pass ends, before DDP waits.
-    """
-    for model, known in list(_unreduced.items()):
-        # With a static graph, DDP has already waited for its all-reduces at the end of the first backward pass.
-        done = model.static_graph and model._static_graph_delay_allreduce_enqueued
-        known.begun |= done or not _is_idle(model)
-    when_backward_ends(_attach_reduced)
-
-
-def _is_idle(model: DistributedDataParallel) -> bool:
-    """Return whether DDP has no all-reduce of the model's gradients in flight."""
-    try:
-        model.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _attach_reduced() -> None:
-    """Let Sirtaki reduce the gradients of the models whose gradients DDP has reduced once. Collective.
-
-    If Sirtaki cannot, DDP continues to reduce them.
-    """
-    reduced = [(model, known) for model, known in _unreduced.items() if known.begun and _is_idle(model)]
-    for model, known in reduced:
-        del _unreduced[model]
-        if model._join_config.enable or any(each.device.type != "cpu" for each in model.parameters()):
-            continue
-        try:
-            known.attach(model)
-        except ConfigError as err:  # raised on all ranks, so DDP continues to reduce the gradients on all
-            logger.info("DDP continues to reduce the gradients of a model, because Sirtaki cannot reduce them: %s", err)
-
-
 _ended: list[Any] = []  # Any: Gloo groups
 """Gloo groups that have been shut down.
 
@@ -929,7 +831,13 @@ They are freed when the next group is created: before PyTorch 2.9, freeing them 
 _logged = False
 
 
-def _log_once(settings: Settings, rank: int, size: int) -> None:
+def _on_submodule(module: torch.nn.Module, name: str, inside: torch.nn.Module | None) -> None:
+    """Attach new DDP models over this backend. Global hook that PyTorch calls when a module gets a submodule."""
+    if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
+        auto_attach.watch(module, inside, backend=NAME)
+
+
+def _log_once(settings: Settings, rank: int, size: int, *, has_nccl: bool) -> None:
     """Set up logging and the hook that finds DDP models, and log the settings.
 
     Does so only for the first process group of this process.
@@ -938,21 +846,28 @@ def _log_once(settings: Settings, rank: int, size: int) -> None:
     if _logged:
         return
     _logged = True
-    if not job.is_initialized():  # if it is, `hvd.init()` has started logging
+    if not job.is_initialized():  # `hvd.init()` starts logging itself
         start_logging(settings, rank)
     exclude_from_compilation()
-    register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
+    if settings.attach and size > 1:
+        register_module_module_registration_hook(_on_submodule)
     if size == 1:
         logger.info('the process group "sirtaki" has one rank, so it sends nothing')
         return
+    if rank == 0 and not has_nccl and torch.cuda.is_available():
+        logger.warning(
+            'this PyTorch has no NCCL, so the process group "sirtaki" copies CUDA tensors through host memory (Gloo); '
+            "install a PyTorch with NCCL"
+        )
     then = "DDP reduces gradients in its buckets, without tuning (SIRTAKI_ATTACH=0); call ddp.attach(model) to tune"
     if settings.attach:
         reduces = "tunes the reduction of" if settings.tunes else "reduces, without tuning,"
         then = f"Sirtaki {reduces} DDP gradients from each model's second step on (SIRTAKI_ATTACH=0 disables this)"
     logger.info(
         'the process group "sirtaki" has %d ranks. Large CPU tensors use shared memory within a host, and several '
-        "connections between hosts; all other tensors use Gloo. %s",
+        "connections between hosts; %s use Gloo. %s",
         size,
+        "CUDA tensors use NCCL; all other tensors" if has_nccl else "all other tensors",
         then,
     )
 
@@ -988,14 +903,15 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout: Timeout = timeout_of(self) or timeout.total_seconds
         self._lanes: GroupLanes | None = None
         self._keeps_entries = settings.flight_entries > 0
-        _log_once(settings, dist.get_rank() if dist.is_initialized() else rank, size)
+        has_nccl = self._on_cuda is not self._inner
+        _log_once(settings, dist.get_rank() if dist.is_initialized() else rank, size, has_nccl=has_nccl)
         if size > 1:
             ranks = open_at_store(
                 settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=timeout.total_seconds()
             )
             self._lanes = GroupLanes(ranks, settings=settings, timeout=self._timeout)
-            # Do not close the lanes (connections) at interpreter exit: a rank that exits without `shutdown` must count
-            # as lost.
+            # Do not close the lanes (connections) at interpreter exit, because the other ranks must count a rank that
+            # exits without `shutdown` as lost.
             finalize(self, self._lanes.close)
 
     @cached_property
@@ -1044,8 +960,6 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None
     ) -> Work | None:  # Any: PyTorch passes one tensor or several, and two classes of options
         """See `torch.distributed.all_reduce`. Collective."""
-        if in_backward():  # probably called by DDP, which reduces gradients then
-            _see_reduction()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
         if isinstance(opts, dist.AllreduceOptions):
@@ -1069,7 +983,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
         """Reduce several tensors as one flat copy. Reduce a single contiguous tensor in place."""
-        plain = [_plain(tensor) for tensor in tensors]  # detach: the writing thread may record gradients
+        # Detached, because autograd may be enabled in the thread that writes to them.
+        plain = [_plain(tensor) for tensor in tensors]
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
 
@@ -1100,8 +1015,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         parts, (output,) = inputs[0], outputs
         if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
             raise ValueError(
-                f"reduce_scatter requires {self.size()} input tensors (one per rank), and the output must have as many "
-                f"elements as this rank's input; found {len(parts)} inputs and an output of {output.numel()} elements"
+                f"reduce_scatter requires a list of {self.size()} input tensors, and the output of a rank must have "
+                f"the size of input[rank]; found {len(parts)} inputs and an output of {output.numel()} elements"
             )
         start = sum(part.numel() for part in parts[: self.rank()])
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
@@ -1207,7 +1122,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
         if target is flat and recipe.divisor == 1 and then is None:
-            return self._watched(  # view with the output's shape, because the work's future contains this tensor
+            return self._watched(  # a view with the output's shape, because the future's value is this view
                 self._inner.allreduce([flat.view(outputs[0].shape)], options)
             )
         work = self._watched(self._inner.allreduce([scratch], options))
@@ -1324,7 +1239,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         first = _first((tensors, *args))
         on_cuda = first is not None and first.device.type == "cuda"
         inferred = first is not None and first.is_inference()
-        with torch.inference_mode() if inferred else nullcontext():  # the inner group's threads inherit the mode
+        # The inner group's threads inherit inference mode, without which they must not write to inference tensors.
+        with torch.inference_mode() if inferred else nullcontext():
             work: Work | None = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
         # Do not watch works that cannot be polled with short timeouts: a timeout of send or recv breaks the connection,
         # and the work of PyTorch 2.4's reduce-scatter never reports completion.

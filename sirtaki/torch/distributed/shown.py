@@ -30,7 +30,9 @@ G = TypeVar("G", bound="PythonProcessGroup")
 
 
 class PythonProcessGroup(Protocol):
-    """A process group written in Python, whose collectives PyTorch does not call as operators."""
+    """A process group written in Python. PyTorch calls its collectives directly, not as operators, so that dispatch
+    modes and the profiler do not see them.
+    """
 
     @property
     def plain(self) -> dist.ProcessGroup:
@@ -99,8 +101,8 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     It calls the method of the process group written in Python instead of PyTorch's operator.
 
     Attributes:
-        called: whether the operator has reached this mode. A mode of the user, for example for fake tensors, may
-            handle the operator itself.
+        called: whether PyTorch has called this mode. False if a mode of the user, for example for fake tensors, has
+            handled the operator itself.
         work: `Work` object that the process group's method has returned.
     """
 
@@ -112,7 +114,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: untyped
         if func.namespace != "c10d" or self.called or torch._C._len_torch_dispatch_stack():
-            return func(*args, **(kwargs or {}))  # another operator, or a mode below this one must run first
+            return func(*args, **(kwargs or {}))  # not the collective, run already, or a lower mode must run first
         self.called = _inside.here = True
         try:
             with self._event():

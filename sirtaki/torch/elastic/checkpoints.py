@@ -76,10 +76,10 @@ class Checkpoint:
 
 
 class WriteThrottle:
-    """Limit on the load of a thread that writes a checkpoint during training: it pauses after each slice of data.
+    """Limit on the load of a thread that writes a checkpoint during training.
 
-    Otherwise writing a checkpoint and reading it back would slow down training, because they use memory bandwidth and
-    caches.
+    The thread pauses after each slice of data. Otherwise writing a checkpoint and reading it back would slow down
+    training, because they use memory bandwidth and caches.
     """
 
     def __init__(self, rests: float = 0.0, at_most_s: float = 0.0) -> None:
@@ -150,9 +150,9 @@ class CheckpointFolder:
 
         Then remove the oldest checkpoints.
 
-        Existing checkpoints with larger numbers are renamed. They come from an earlier job, from whose last commits
-        (copies of the training state) this job has not continued. A later job must continue from the checkpoint that
-        was written last.
+        Rename existing checkpoints with larger numbers, so that a later job continues from the checkpoint that was
+        written last. These checkpoints are from an earlier job, and this job did not continue from them but from an
+        older commit (copy of the training state).
 
         Args:
             number: number of the commit that is written.
@@ -181,10 +181,10 @@ class CheckpointFolder:
                 _sync(place)
             if problem := _problem(unfinished, throttle):
                 raise OSError(f"verification failed: {problem}")
-            shutil.rmtree(final, ignore_errors=True)  # written before, if this job continues from an older checkpoint
+            shutil.rmtree(final, ignore_errors=True)  # exists if this job continues from an older checkpoint
             unfinished.rename(final)
             _sync(self.path)
-        except RuntimeError as err:  # PyTorch raises it if the disk is full
+        except RuntimeError as err:  # PyTorch raises RuntimeError if the disk is full
             raise OSError(str(err).splitlines()[0]) from err
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -208,8 +208,8 @@ class CheckpointFolder:
                 problem = _problem(path)
             except PermissionError as err:  # not renamed, because the checkpoint may be complete
                 logger.warning(
-                    "Sirtaki lacks permission to read the checkpoint %s (%s) and tries the checkpoint before it; to "
-                    "use the newer one, correct its permissions and restart the job",
+                    "Sirtaki lacks permission to read the checkpoint %s (%s) and uses the previous checkpoint "
+                    "instead; to use the newer one, correct its permissions and restart the job",
                     path,
                     err,
                 )
@@ -218,7 +218,8 @@ class CheckpointFolder:
                 return Checkpoint(_number(path), path)
             aside = self._put_aside(path, _DAMAGED)
             logger.warning(
-                "the checkpoint %s is damaged (%s) and has been renamed to %s; Sirtaki tries the checkpoint before it",
+                "the checkpoint %s is damaged (%s) and has been renamed to %s; Sirtaki uses the previous checkpoint "
+                "instead",
                 path,
                 problem,
                 aside,
@@ -378,8 +379,8 @@ class Checkpoints:
             self.folder.write(number, tree, throttle)
         except Exception as err:  # any error, e.g. of pickling: training must continue
             logger.warning(
-                "Sirtaki cannot write the checkpoint of state.commit() number %d to the folder %s, so the checkpoint "
-                "before it stays the newest. Training continues; correct this error: %s",
+                "Sirtaki cannot write the checkpoint of state.commit() number %d to the folder %s, so the previous "
+                "checkpoint stays the newest. Training continues; correct this error: %s",
                 number,
                 self.folder.path,
                 err,

@@ -118,7 +118,7 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that the samples with these indices were processed. Later iterations of this epoch omit them."""
-        self._deal()  # distribute the samples first, because recorded ones are not distributed
+        self._deal()  # first, because samples that are recorded as processed are not distributed
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
@@ -136,12 +136,13 @@ class ElasticSampler(Sampler[int]):
         if (control.rank, control.size) != (self.rank, self.num_replicas):
             self._iterated = None
         self.rank, self.num_replicas = control.rank, control.size
-        self._dealt = None  # compute it when needed: a change of ranks causes several resets
+        # Distribute the samples when they are needed, and not here: a change of ranks calls `reset` several times.
+        self._dealt = None
 
     def restart(self) -> None:
-        """Distribute the unprocessed samples over the ranks, and forget the order of the newest iteration.
+        """Distribute the unprocessed samples over the ranks, and forget the order in which the loop has read them.
 
-        Called before the training function is called again: its loop begins a new iteration, with another order.
+        Called before the training function is called again, whose loop over the samples begins anew, in another order.
         """
         self.reset()
         self._iterated = None
@@ -165,7 +166,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Return the indices of all samples that were unprocessed when samples were distributed over the ranks last."""
+        """Return the indices of all samples that were unprocessed when the samples were last distributed."""
         return self._deal().remaining
 
     @property

@@ -23,7 +23,7 @@ import torch
 
 from sirtaki.engine import job
 from sirtaki.engine.membership import Change
-from sirtaki.errors import CommError, ConfigError, MismatchError
+from sirtaki.errors import CommError, ConfigError, MismatchError, ResourceLimitError
 
 from .. import lasting_optimizers, process_sets
 from ..basics import detach_all, init_again
@@ -43,7 +43,7 @@ from .sampler import ElasticSampler, EpochPosition, SamplerUpdate
 logger = logging.getLogger(__name__)
 
 WRITING = -1
-"""Number of a commit (copy of the training state) that is being written, and is therefore incomplete."""
+"""Number that a commit (copy of the training state) has while it is being written, so that it counts as incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Commits:
 
 
 def copied(value: Any, place: Any = None) -> Any:
-    """Return a copy of a value, with nested dictionaries and lists.
+    """Return a copy of a value. Dictionaries and lists in it are copied, too, with their values.
 
     Args:
         value: value to copy (Any: anything that can be copied).
@@ -283,7 +283,7 @@ class _KeepsNoCommits:
     def _go_back(self, number: int) -> None:
         """Restore the training state of commit `number`.
 
-        If this rank does not have it, restore that of its newest commit.
+        If this rank does not have commit `number`, restore the training state of its newest commit.
         """
 
     def _count_from(self, number: int) -> None:
@@ -343,6 +343,9 @@ class State(_KeepsNoCommits, ABC):
         current, kept = job.current(), checkpoints_of_this_process()
         if current.elastic is None and kept is None:
             return
+        standing = self._standing()
+        if standing.written > standing.completed:
+            current.wait_for_gpus()  # because GPUs may still compute the commit from gradients of other ranks
         change = Change(0) if current.elastic is None else current.elastic.change()
         leaves = kept is not None and kept.leaving
         due = kept is not None and kept.due and current.rank == SYNC_ROOT
@@ -351,6 +354,8 @@ class State(_KeepsNoCommits, ABC):
         ]
         self._complete([each.news for each in reports])
         if current.elastic is not None:
+            if any(each.change for each in reports):
+                current.wait_for_gpus()  # because the ranks close their communicators next
             # Wait until all ranks have received all reports. Otherwise the report of a rank that exits now could be
             # lost.
             current.control.barrier()
@@ -644,8 +649,8 @@ def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
     holders = [each for each in statuses if each.has_state]
     goes_back = own.has_state and any(each.restored for each in holders)
     return Recovery(
-        # Go back to the newest commit that any rank knows to be complete: if `commit` has returned on a rank, all ranks
-        # have written that commit. Some ranks may lack a newer commit.
+        # Go back to the newest commit that at least one rank knows to be complete, that is, written by all ranks. Some
+        # ranks may lack a newer commit.
         back_to=max(each.standing.completed for each in holders) if goes_back else None,
         count_from=1 + max(each.standing.written for each in statuses),
         out_of_step=any(each.wants_sync for each in statuses) or len(holders) < len(statuses),
@@ -800,7 +805,7 @@ def run(func: Training) -> Training:
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
-    """Decorate a training function like `run`, and call `reset` before the function is called again."""
+    """Decorate a training function like `run`. In addition, call `reset` before each repeated call of the function."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -855,12 +860,15 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
             logger.info("hosts were added or removed, so the elastic job connects its new set of ranks")
             wants_sync = not interrupt.skip_sync
             _leave_generation(together=True)
+        except ResourceLimitError:
+            raise
         except CommError as err:
             logger.info(
                 "communication between ranks failed; Sirtaki restores the state of the last state.commit(): %s", err
             )
             if job.is_initialized():
                 job.current().give_up(f"rank {job.current().rank} leaves the current set of ranks: {err}")
+                job.current().stop_gpus()
             state.restore()
             restored = wants_sync = True
             _leave_generation(reason=str(err))
@@ -882,8 +890,8 @@ def _leave_generation(*, together: bool = False, reason: str = "") -> None:
     Process sets and optimizers no longer use these ranks.
 
     Args:
-        together: whether all ranks call this function at the same point, which they can because no rank is lost.
-        reason: reason that the other ranks get in their error message if `together` is False.
+        together: whether all ranks call this function at the same point, which is possible only if no rank is lost.
+        reason: if `together` is False, the reason that error messages on the other ranks give.
     """
     job.leave(together=together, reason=reason)
     detach_all()

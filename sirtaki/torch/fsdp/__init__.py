@@ -23,26 +23,15 @@ an NCCL communicator of their own.
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from sirtaki.comm.compress import Codec, Quantised, Rounded
-from sirtaki.engine.console import start_logging
-from sirtaki.engine.job import is_initialized
-from sirtaki.engine.settings import Settings
-from sirtaki.errors import ConfigError
-from sirtaki.machine import finalize
-from sirtaki.torch.compression import Choice, NoneCompressor, reduction_options
-from sirtaki.uncompiled import exclude_from_compilation
+from sirtaki.torch.compression import Choice, NoneCompressor
 
-from . import callbacks, replicated
-from .connections import ShardConnections
+from .attachment import Attachment, Detachable
 from .model import ShardedModel
-from .private import find_groups, log_unchecked_version, owners_of, sharded_modules
-from .target import ShardTarget
+from .private import owners_of
 
-__all__ = ["attach", "attached", "describe"]
+__all__ = ["attach", "attached", "describe", "detach", "is_attached"]
 
 
 def attach(
@@ -74,73 +63,36 @@ def attach(
             compression is `Compression.topk` or `.powersgd`.
         MismatchError: the models or compressors of ranks differ. Raised on all ranks.
     """
-    packing = _codec(gathers), _codec(scatters)
-    modules = sharded_modules(model)
-    if not modules:
-        raise ConfigError(
-            "this model is neither sharded nor replicated: call fully_shard() or replicate() on it before fsdp.attach()"
-        )
-    groups = find_groups(modules)
-    # Choose the groups whose gradients Sirtaki's reducer for DDP all-reduces: those under `replicate()`, and those that
-    # are sharded over one rank. With `carries=False`, PyTorch reduces the gradients of the latter.
-    replicas = [
-        group for group in groups if group.replicated and (carries is not False or group.shard_process_group is None)
-    ]
-    sharded = [group for group in groups if group not in replicas]
-    if replicas and (carries is False or (packing[0] and not sharded)):
-        raise ConfigError(
-            "for a model under replicate(), remove gathers= and carries=False from fsdp.attach(): each rank has all "
-            "parameters, so nothing is gathered, and Sirtaki must send the gradients"
-        )
-    devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
-    if devices and (carries or any(packing)):
-        raise ConfigError(
-            "carries=True, gathers= and scatters= of fsdp.attach() require parameters on the CPU, but this model has "
-            f"parameters on {', '.join(devices)}; remove these arguments"
-        )
-    if carries is False and any(packing):
-        raise ConfigError(
-            "gathers= and scatters= of fsdp.attach() compress the shards that Sirtaki sends, but with carries=False "
-            "PyTorch or your own hooks send them; remove carries=False, or remove gathers= and scatters="
-        )
-    settings = Settings.from_environ()
-    if not is_initialized():  # if it is, `hvd.init()` has started logging
-        start_logging(settings, dist.get_rank())
-    log_unchecked_version()
-    if replicas:
-        gradients = replicated.attach(model, replicas, scatters)
-        for group in replicas:
-            group.set_owner(gradients or True)
-        replicated_modules = {id(module) for group in replicas for module in group.modules}
-        modules = [module for module in modules if id(module) not in replicated_modules]
-    if not sharded:
-        return
-    connections = ShardConnections(settings, sharded, packing, carries=not devices if carries is None else carries)
-    # Close the connections without waiting, because models are garbage-collected at different times on different ranks.
-    finalize(model, connections.leave)
-    state = ShardedModel(sharded, connections, packing, settings)
-    state.tuner = ShardTarget(state, settings)
-    exclude_from_compilation()
-    callbacks.install(state, model, modules)
+    attachment = Attachment(model, gathers=gathers, scatters=scatters, carries=carries)
+    attachment.check()
+    attachment.connect()
+    attachment.install()
 
 
-def _codec(choice: Choice) -> Codec | None:
-    options = reduction_options(choice)
-    if "wire_dtype" in options:
-        return Rounded(dict(options["wire_dtype"])[torch.float32])
-    scheme = options.get("compression")
-    if scheme is None:
-        return None
-    if not isinstance(scheme, Quantised):
-        raise ConfigError(
-            "gathers= and scatters= of fsdp.attach() must be Compression.int8, .fp8, .fp16, .bf16 or an object with "
-            f"pack() and unpack(), not {choice!r}"
-        )
-    return scheme.codec
+def detach(model: nn.Module) -> bool:
+    """Let FSDP2 itself gather and reduce the shards of a model again. Collective, between two training steps.
+
+    Accumulated gradients in `.grad` stay. A later `attach()` is possible.
+
+    Args:
+        model: the model that was passed to `attach`.
+
+    Returns:
+        False if the model is not attached.
+    """
+    owners = {id(owner): owner for owner in owners_of(model) if isinstance(owner, Detachable)}
+    for owner in owners.values():
+        owner.detach()
+    return bool(owners)
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Return whether `attach` was called for a module of the model."""
+    return any(owner is not None for owner in owners_of(model))
 
 
 def attached(model: nn.Module) -> ShardedModel | None:
-    """Return Sirtaki's state of a sharded model whose shards it sends or tunes.
+    """Return Sirtaki's state of a sharded model for which `attach` was called.
 
     None if `attach` was not called for the model, or if the model is replicated.
     """

@@ -121,9 +121,10 @@ class JointTransfers:
         *,
         waits: bool,
     ) -> None:
-        """Reduce-scatter the gradients of `group`. If other modules are in its bucket, first collect their scatters.
+        """Reduce-scatter the gradients of `group`.
 
-        Collective.
+        If the group shares a bucket with other modules, only add it to the bucket. Its reduce-scatter is then launched
+        with theirs, as one operation. Collective.
 
         Args:
             group: parameter group whose gradients the backward pass has computed.
@@ -211,7 +212,7 @@ class StepTrace:
         self._now: FsdpGroup | None = None  # parameter group that the forward pass is using
 
     def used(self, group: FsdpGroup | None) -> None:
-        """Record that the forward pass begins to use the parameters of `group`. None if the forward pass has ended."""
+        """Record that the forward pass begins to use the parameters of `group`. With None, record its end."""
         self._add(self._forward, self._now)
         self._now = group
 

@@ -26,35 +26,44 @@ from .private import FsdpGroup, is_default, wrap_forward
 def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDPModules
     """Let FSDP call Sirtaki for its all-gathers and reduce-scatters, and register hooks on the modules of `model`.
 
-    Not collective.
+    Not collective. `ShardedModel.detach` undoes it.
 
     Args:
         sharded: Sirtaki's state of the model, which the callbacks and hooks call.
         model: the sharded model.
         modules: modules of `model` that FSDP shards.
     """
-    carries = sharded.connections.carries
+    carries, undo = sharded.connections.carries, sharded.installed.callback
     for group in sharded.groups:
         group.set_owner(sharded)
+        undo(group.clear_owner)
+        if not group.has_custom_collectives:
+            undo(group.observe(partial(sharded.record_gather, group), partial(sharded.record_scatter, group)))
+            continue
         gather, scatter = group.collectives
+        undo(group.module.set_custom_all_gather, gather)
+        undo(group.module.set_custom_reduce_scatter, scatter)
         group.module.set_custom_all_gather(AllGatherCallback(sharded, group, None if carries else gather))
         group.module.set_custom_reduce_scatter(ReduceScatterCallback(sharded, group, None if carries else scatter))
     group_of = {id(group.module): group for group in sharded.groups}
     for module in modules:
         if module is not model:
-            module.register_forward_pre_hook(partial(sharded.use, group_of.get(id(module))), prepend=True)
+            use = partial(sharded.use, group_of.get(id(module)))
+            undo(module.register_forward_pre_hook(use, prepend=True).remove)
     begin_forward = partial(sharded.begin_forward, group_of.get(id(model)))
-    model.register_forward_pre_hook(begin_forward, prepend=True)
-    model.register_forward_hook(sharded.end_forward, always_call=True)
+    undo(model.register_forward_pre_hook(begin_forward, prepend=True).remove)
+    undo(model.register_forward_hook(sharded.end_forward, always_call=True).remove)
     if any(module is model for module in modules):
-        wrap_forward(model, begin_forward, sharded.end_forward)
+        undo(wrap_forward(model, begin_forward, sharded.end_forward))
     reference = weakref.ref(sharded)
 
     def before_update(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if (found := reference()) is not None:
             found.before_update(optimizer)
 
-    finalize(model, register_optimizer_step_pre_hook(before_update).remove)
+    remove = register_optimizer_step_pre_hook(before_update).remove
+    finalize(model, remove)
+    undo(remove)
 
 
 class GatherWork(dist.Work):
@@ -183,11 +192,11 @@ class ReduceScatterCallback:
         recipe = None if lanes is None else _recipe(op, group.size())
         model.record_scatter(self._group)
         if lanes is None or recipe is None:
-            scatter = self.carrier or dist.reduce_scatter_tensor
+            group, scatter = model.pytorch.scatter_group(group), self.carrier or dist.reduce_scatter_tensor
             work: dist.Work | None = scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
             return work
         waits = (
-            recipe[1] == 1.0  # FSDP itself divides the sum, so it reads the result
+            recipe[1] == 1.0  # then FSDP itself divides the sum: it reads the result
             or self._group in model.transfers.hooked
             or self._group.has_gradient_hooks
             or self._group.reads_scatter_result(output_tensor.dtype)

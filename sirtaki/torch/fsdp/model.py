@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +75,7 @@ class ShardedModel:
         sets_prefetch: whether Sirtaki sets which modules FSDP prefetches, because the user has not. Determined when
             `order` is recorded.
         tuner: tuner of the setting, which is called at the end of each training step.
+        installed: functions that remove Sirtaki's callbacks and hooks from the model.
     """
 
     tuner: StepObserver
@@ -102,6 +104,7 @@ class ShardedModel:
         self._prefetched: list[FsdpGroup] = []  # groups that this forward pass has gathered, used or not
         self._scattered = False  # whether gradients have been scattered since the last call of the model
         self._kept: dict[FsdpGroup, torch.Tensor] = {}  # kept parameters: whole, or this rank's part
+        self.installed = ExitStack()
         self.near: ShardLanes | None = None
         self.node_ranks = self._count_node_ranks()
         if self.node_ranks:
@@ -109,6 +112,18 @@ class ShardedModel:
             if lanes.control.broadcast(settings.tunes and settings.fsdp_memory > 0):
                 largest = max(gathered for gathered, _ in (group.n_bytes for group in groups))
                 self.near = lanes.within_node(shard_bytes=-(-largest // self.node_ranks))
+
+    def detach(self) -> None:
+        """Let FSDP communicate itself again, with its own settings. Collective, between two training steps."""
+        self.transfers.wait()
+        self._drop_prefetched()
+        self._kept.clear()
+        if self.connections.lanes_of_all is None:
+            self.pytorch.apply(self.knobs, AS_PYTORCH)
+            self.pytorch.release_unused(AS_PYTORCH)
+        self.apply(AS_PYTORCH)
+        self.installed.close()
+        self.connections.leave()
 
     def _count_node_ranks(self) -> int:
         mesh = self.groups[0].mesh
@@ -204,7 +219,7 @@ class ShardedModel:
             ahead = order[first + 1 : buckets[min(number + knobs.ahead, len(buckets) - 1)][-1] + 1]
             behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
             if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
-                behind = ()  # FSDP prefetches one module in the backward pass by itself
+                behind = ()  # FSDP prefetches one module in the backward pass anyway
             for place in bucket if self.sets_prefetch else ():
                 order[place].set_prefetch(ahead if place == first else (), behind if place == last else ())
             if len(bucket) > 1:
@@ -302,15 +317,15 @@ class ShardedModel:
 
     # ── parameters that are kept for the backward pass ───────────────────────────────────────────────────────────
     #
-    # FSDP reshards all parameters after the forward pass and requests a gather for the backward pass. For kept
-    # parameters, the callback returns the kept tensor, and no data is sent.
+    # FSDP reshards all parameters after the forward pass, and calls the all-gather callback again in the backward pass.
+    # For kept parameters, the callback returns the kept tensor, and no data is sent.
 
     def keeper_of(self, group: FsdpGroup) -> ShardLanes | bool:
         """Return where the parameters of `group` are kept from the forward pass until the backward pass.
 
         Returns:
-            False if the parameters are not kept. True if this rank keeps all of them. If each rank of the node keeps a
-            part, the lanes (connections) within the node.
+            False if the parameters are not kept. True if this rank keeps all of them. The lanes (connections) within
+            the node if each rank of the node keeps a part.
         """
         if not (self._in_forward and self._with_gradients) or in_backward():
             return False
@@ -337,7 +352,7 @@ class ShardedModel:
         """
         if not self._kept or not in_backward():
             return None
-        when_backward_ends(self._kept.clear)  # this backward pass may not use all of them
+        when_backward_ends(self._kept.clear)  # discard those that this pass does not use
         return self._kept.pop(group, None)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +21,19 @@ from sirtaki.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-CHECKED_WITH = ("2.13",)
+CHECKED_WITH = ("2.9", "2.13")
 """PyTorch versions with which the tests of Sirtaki have run."""
 
 Ranks = tuple[int, ...]
 
 USED = {
-    "FSDPModule": "set_custom_all_gather set_custom_reduce_scatter set_modules_to_forward_prefetch "
-    "set_modules_to_backward_prefetch _get_fsdp_state",
-    "FSDPState": "_fsdp_param_groups _pre_forward _post_forward _states_to_forward_prefetch "
+    "FSDPModule": "set_modules_to_forward_prefetch set_modules_to_backward_prefetch _get_fsdp_state",
+    "FSDPState": "_fsdp_param_group _pre_forward _post_forward _states_to_forward_prefetch "
     "_states_to_backward_prefetch",
     "FSDPParamGroup": "fsdp_params modules device mesh_info post_forward_mesh_info mp_policy comm_ctx reduce_grads "
-    "all_reduce_grads gradient_divide_factor lazy_init unshard wait_for_unshard reshard _training_state _orig_dtype "
-    "_all_reduce_hook _all_gather_comm _reduce_scatter_comm _all_gather_process_group "
-    "_all_gather_result _wait_all_gather_streams_on_event _reshard_after_forward _use_post_forward_mesh",
+    "all_reduce_grads lazy_init unshard post_backward wait_for_unshard reshard _training_state _orig_dtype "
+    "_all_gather_process_group _all_gather_result _wait_all_gather_streams_on_event _reshard_after_forward "
+    "_use_post_forward_mesh",
     "FSDPParam": "sharded_param sharded_size padded_sharded_param_size reduce_dtype unsharded_param "
     "unsharded_grad_data unsharded_accumulated_grad unsharded_accumulated_grad_data "
     "accumulate_unsharded_grad_if_needed to_sharded_dtensor",
@@ -45,8 +44,15 @@ Some PyTorch versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_in
 `reduce_scatter_unused_params`. These are optional, so they are not listed here.
 """
 
+CUSTOM = {
+    "FSDPModule": "set_custom_all_gather set_custom_reduce_scatter",
+    "FSDPParamGroup": "gradient_divide_factor _all_reduce_hook _all_gather_comm _reduce_scatter_comm",
+}
+"""Attributes that `attach` requires if Sirtaki sends the shards or the gradients. PyTorch has them from 2.9 on."""
+
 _OWNER = "_sirtaki_attached"
-"""Attribute of FSDP's parameter group for the group's owner: the Sirtaki object that does its communication."""
+"""Name of an attribute that Sirtaki adds to FSDP's parameter group. It contains the group's owner: the Sirtaki object
+that does the group's communication."""
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
@@ -89,11 +95,11 @@ def owners_of(model: nn.Module) -> Iterator[object]:
     An owner is the Sirtaki object that handles the communication of a group. Groups without an owner are skipped.
     """
     for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        yield from (getattr(group, _OWNER, None) for group in getattr(state, "_fsdp_param_groups", ()))
+        if (state := getattr(module, "_get_fsdp_state", lambda: None)()) is not None:
+            yield from (getattr(group, _OWNER, None) for group in _groups_in(state))
 
 
-def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
+def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
     """Call `before` and `after` around each forward pass that PyTorch runs without module hooks.
 
     Such a pass is a call of a method that the user has registered with `register_fsdp_forward_method`. Ordinary forward
@@ -103,6 +109,9 @@ def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., 
         module: an FSDPModule.
         before: function to call with the module and its arguments, before FSDP's hook.
         after: function to call with the module, its arguments and its output, after FSDP's hook.
+
+    Returns:
+        A function that undoes this.
     """
     state = module._get_fsdp_state()
     pre_forward, post_forward = state._pre_forward, state._post_forward
@@ -117,6 +126,48 @@ def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., 
         return output
 
     state._pre_forward, state._post_forward = wrapped_pre_forward, wrapped_post_forward
+
+    def undo() -> None:
+        state._pre_forward, state._post_forward = pre_forward, post_forward
+
+    return undo
+
+
+def ranks_of_model(model: nn.Module) -> Ranks:
+    """Return the global ranks over which the modules of `model` are sharded or replicated, in ascending order."""
+    groups = [group for module in sharded_modules(model) for group in _groups_of(module)]
+    return tuple(sorted({rank for group in groups for rank in group.mesh_info.mesh.mesh.flatten().tolist()}))
+
+
+def when_reduced(model: Any, call: Callable[[], None]) -> None:
+    """Call `call` once, at the end of the model's first backward pass in which FSDP reduces all gradients.
+
+    Called when FSDP has waited for all its collectives of the pass.
+
+    Args:
+        model: root module of FSDP, whose first forward pass has begun.
+        call: function without arguments.
+    """
+    states = list(model._get_fsdp_state()._state_ctx.all_states)
+    end_pass = "_root_post_backward_final_callback"
+
+    def wrap(state: Any) -> Callable[[], None]:
+        original: Callable[[], None] = getattr(state, end_pass)
+
+        def end() -> None:
+            original()
+            groups = [group for state in states for group in _groups_in(state)]
+            # In other passes, ranks may be at different steps, or reduce-scatters may be in flight.
+            reduced = all(group.reduce_grads and group.all_reduce_grads for group in groups)
+            if reduced and states[0]._state_ctx.is_last_backward:
+                for each in states:
+                    vars(each).pop(end_pass, None)
+                call()
+
+        return end
+
+    for state in states:  # all, because FSDP queues the callback of the state whose backward pass begins first
+        setattr(state, end_pass, wrap(state))
 
 
 class FsdpGroup:
@@ -145,10 +196,24 @@ class FsdpGroup:
         self.shard_process_group: Any = getattr(info, "shard_process_group", None)
         self.replicate_process_group: Any = getattr(info, "replicate_process_group", None)
         self.replicated = self.replicate_process_group is not None and self.shards == 1
+        self._reduced_unused = False
 
     def set_owner(self, owner: object) -> None:
         """Store the owner of this parameter group: the Sirtaki object that handles the group's communication."""
         setattr(self._group, _OWNER, owner)
+
+    def clear_owner(self) -> None:
+        """Remove the owner, so that the group can be attached again."""
+        delattr(self._group, _OWNER)
+
+    def require_custom_collectives(self) -> None:
+        """Check whether collectives of Sirtaki's own can replace those of FSDP.
+
+        Raises:
+            ConfigError: this PyTorch is too old.
+        """
+        _require("FSDPModule", self.module, CUSTOM)
+        _require("FSDPParamGroup", self._group, CUSTOM)
 
     # ── process groups ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,26 +232,9 @@ class FsdpGroup:
         return self._group._all_gather_process_group
 
     @property
-    def own_scatter_process_group(self) -> object:
-        """Return the process group that FSDP uses for reduce-scatters only.
-
-        None if reduce-scatters and all-gathers share one.
-
-        Return "unknown" if this PyTorch does not support a separate one.
-        """
-        return getattr(self._group.mesh_info, "reduce_scatter_process_group", "unknown")
-
-    def set_own_scatter_process_group(self, made: dist.ProcessGroup, *, use: bool) -> None:
-        """Let reduce-scatters use the process group `made`, or let them share that of all-gathers again.
-
-        Do nothing if the user has set a process group for them.
-
-        Args:
-            made: process group that Sirtaki has created for reduce-scatters.
-            use: True to use `made`, False to stop using it.
-        """
-        if self.own_scatter_process_group in (None, made):
-            self._group.mesh_info.reduce_scatter_process_group = made if use else None
+    def has_own_scatter_group(self) -> bool:
+        """Return whether the user has given reduce-scatters a process group of their own."""
+        return getattr(self._group.mesh_info, "reduce_scatter_process_group", None) is not None
 
     @property
     def most_scatter_buffers(self) -> int:
@@ -264,8 +312,8 @@ class FsdpGroup:
         self._group._all_gather_result = None
         if result.all_gather_work is not None:
             result.all_gather_work.wait()
-        # Let the next all-gather wait for an event, because it must not get this memory before the copy out of it has
-        # ended.
+        # Let the next all-gather wait for the event that marks the end of this one, because both may use the same
+        # memory.
         self._group._wait_all_gather_streams_on_event(result.all_gather_event)
         return True
 
@@ -287,8 +335,46 @@ class FsdpGroup:
 
     @property
     def collectives(self) -> tuple[Any, Any]:
-        """Return the two callables with which FSDP all-gathers parameters and reduce-scatters gradients."""
-        return self._group._all_gather_comm, self._group._reduce_scatter_comm
+        """Return the two callables with which FSDP all-gathers parameters and reduce-scatters gradients.
+
+        None for both in a PyTorch that has no such callables.
+        """
+        names = ("_all_gather_comm", "_reduce_scatter_comm") if self.has_custom_collectives else ()
+        return tuple(getattr(self._group, name) for name in names) or (None, None)
+
+    @property
+    def has_custom_collectives(self) -> bool:
+        """Return whether this PyTorch lets other collectives replace those of FSDP."""
+        return hasattr(self.module, "set_custom_all_gather")
+
+    def observe(self, gathered: Callable[[], None], scattered: Callable[[], None]) -> Callable[[], None]:
+        """Call `gathered` after FSDP has launched an all-gather of this group, `scattered` after a reduce-scatter.
+
+        Used if this PyTorch has no custom collectives.
+
+        Returns:
+            A function that undoes this.
+        """
+        group = self._group
+        unshard, post_backward = group.unshard, group.post_backward
+
+        def observed_unshard(async_op: bool = False) -> None:
+            before = group._all_gather_result
+            unshard(async_op)
+            if group._all_gather_result is not before:
+                gathered()
+
+        def observed_post_backward(*unused: Any) -> None:
+            post_backward(*unused)
+            if group.reduce_grads:
+                scattered()
+
+        group.unshard, group.post_backward = observed_unshard, observed_post_backward
+
+        def undo() -> None:
+            del group.unshard, group.post_backward
+
+        return undo
 
     @property
     def has_user_prefetch(self) -> bool:
@@ -319,9 +405,18 @@ class FsdpGroup:
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def ignore_unused(self) -> None:
-        """Stop FSDP from reducing zeros for missing gradients: Sirtaki removes all gradients to reduce them."""
+        """Stop FSDP from reducing zeros for missing gradients.
+
+        Sirtaki takes all gradients from FSDP and reduces them itself, so for FSDP, all gradients are missing.
+        """
         if getattr(self._group, "reduce_scatter_unused_params", False):
             self._group.reduce_scatter_unused_params = False
+            self._reduced_unused = True
+
+    def reduce_unused_again(self) -> None:
+        """Undo `ignore_unused`."""
+        if self._reduced_unused:
+            self._group.reduce_scatter_unused_params = True
 
     def replicated_params(self) -> list[ReplicatedParam]:
         """Return all parameters of the group.
@@ -340,8 +435,8 @@ class FsdpGroup:
             self._group.reshard()
         except RuntimeError as err:
             raise ConfigError(
-                "fsdp.attach() must be called after the parameters are initialised (not on the meta device), but FSDP "
-                f"cannot gather them yet: {err}"
+                "fsdp.attach() was called before the parameters were initialised, so FSDP cannot all-gather them "
+                f"({err}); move the model off the meta device and initialise it first"
             ) from err
         return [ReplicatedParam(self, self._group, each) for each in self._group.fsdp_params]
 
@@ -379,9 +474,9 @@ class ReplicatedParam:
         return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
     def begin(self) -> None:
-        """Begin a backward pass: let the gradient to reduce start with the gradients that are accumulated already.
+        """Begin a backward pass. The gradient to reduce begins with the gradients that earlier passes have accumulated.
 
-        These are the parameter's `.grad`, and the gradients that FSDP has accumulated.
+        These are in the parameter's `.grad`, or FSDP has them.
         """
         self.stand_in.grad = self._local if self._is_shared else None
         if self.group.all_reduces:
@@ -447,16 +542,16 @@ class ReplicatedParam:
 
 
 def collective_name(collective: Any) -> str:
-    """Return the class name of a callable that all-gathers or reduce-scatters.
+    """Return the class name of a collective of FSDP2 (all-gather or reduce-scatter).
 
-    For Sirtaki's callback, return that of its `carrier`, the collective that sends the shards.
+    Sirtaki may have wrapped the collective in a callback, whose `carrier` it is. Then return the wrapped one's name.
     """
     return type(getattr(collective, "carrier", collective)).__name__
 
 
 def is_default(collective: Any) -> bool:
     """Return whether a callable that all-gathers or reduce-scatters is PyTorch's default, and not the user's own."""
-    return collective_name(collective) in ("DefaultAllGather", "DefaultReduceScatter")
+    return collective is None or collective_name(collective) in ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def ranks_of(group: dist.ProcessGroup) -> Ranks:
@@ -467,14 +562,22 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
 def _groups_of(module: Any) -> Sequence[Any]:
     state = module._get_fsdp_state()
     _require("FSDPState", state)
-    groups: Sequence[Any] = state._fsdp_param_groups
+    return _groups_in(state)
+
+
+def _groups_in(state: Any) -> Sequence[Any]:
+    """Return the parameter groups of FSDP's state of a module. Before PyTorch 2.12, a state has at most one."""
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        return [] if group is None else [group]
     return groups
 
 
-def _require(kind: str, found: Any) -> None:
+def _require(kind: str, found: Any, used: Mapping[str, str] = USED) -> None:
     """Raise an exception if an object or class of FSDP lacks an attribute that Sirtaki uses."""
     later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets later, in the first forward pass
-    for name in USED[kind].split():
+    for name in used[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(
                 f"sirtaki.torch.fsdp needs the attribute {kind}.{name} of PyTorch's FSDP2, which PyTorch "

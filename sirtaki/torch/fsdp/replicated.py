@@ -22,12 +22,14 @@ next synchronised backward pass adds them to its own gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import Store
 
 from sirtaki.comm.collectives.engine import GLOBAL
 from sirtaki.comm.gradients.buffers import Reduction
@@ -37,25 +39,16 @@ from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.hooks import register_last
 from sirtaki.errors import ConfigError
 from sirtaki.torch.compression import Choice, reduction_options
-from sirtaki.torch.ddp import DdpGradients, job_over
+from sirtaki.torch.ddp import DdpGradients, job_over, require_all_ranks
 
 from .private import FsdpGroup, ReplicatedParam
 
 
-def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -> ReplicatedGradients | None:
-    """Let Sirtaki reduce the gradients of FSDP's parameter groups under `replicate()`. Collective.
-
-    Args:
-        model: the whole model.
-        groups: all parameter groups of the model that are under `replicate()`.
-        compression: compression of gradients during communication.
-
-    Returns:
-        The reducer of the gradients. None if there is only one rank.
+def require_attachable(groups: Sequence[FsdpGroup]) -> None:
+    """Check everything about parameter groups under `replicate()` that may prevent attaching their model.
 
     Raises:
         ConfigError: the groups are not replicated over all ranks, or have all-reduce hooks, which Sirtaki cannot call.
-        MismatchError: the models of ranks differ. Raised on all ranks.
     """
     process_group = groups[0].replicate_process_group
     if any(group.replicate_process_group is not process_group for group in groups):
@@ -68,7 +61,30 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
             "fsdp.attach() cannot be used with set_all_reduce_hook() under replicate(), because Sirtaki reduces the "
             "gradients itself; remove the hook"
         )
-    if (current := job_over(process_group)) is None:
+    require_all_ranks(process_group)
+
+
+def connect(
+    model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice, store: Store | None = None
+) -> ReplicatedGradients | None:
+    """Create the reducer of the gradients of FSDP's parameter groups under `replicate()`. Collective.
+
+    The reducer does nothing before its method `install`.
+
+    Args:
+        model: the whole model.
+        groups: all parameter groups of the model that are under `replicate()`.
+        compression: compression of gradients during communication.
+        store: key-value store by which the ranks exchange addresses. None to use the process group.
+
+    Returns:
+        The reducer. None if there is only one rank.
+
+    Raises:
+        ConfigError: the ranks are not those of `hvd.init()`, or the job is elastic.
+        MismatchError: the models of ranks differ. Raised on all ranks.
+    """
+    if (current := job_over(groups[0].replicate_process_group, store)) is None:
         return None
     names = {id(param): name for name, param in model.named_parameters()}
     replicas = {
@@ -82,9 +98,6 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
     named = [(name, each.stand_in) for name, each in replicas.items()]
     gradients = ReplicatedGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
     gradients.follow(groups, replicas)
-    left_uncompiled: Callable[[Any], Any] = torch.compiler.disable
-    model.register_forward_pre_hook(left_uncompiled(gradients.before_forward))
-    model.register_forward_hook(left_uncompiled(gradients.after_forward))
     return gradients
 
 
@@ -96,8 +109,9 @@ class ReplicatedGradients(DdpGradients):
 
     undefined_are_zeros = False  # ignore undefined gradients, like FSDP
     nodes_are_kept = False
-    _replicas: Collection[ReplicatedParam] = ()
+    _replicas: Mapping[str, ReplicatedParam] = MappingProxyType({})
     _groups: Sequence[FsdpGroup] = ()
+    _followed: Sequence[Callable[[], None]] = ()
     _mark_ready: Callable[[torch.Tensor], None]
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
@@ -109,25 +123,39 @@ class ReplicatedGradients(DdpGradients):
         return self._mark_ready
 
     def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
-        """Register a hook on each parameter copy that modules compute with, to take its gradient from FSDP.
-
-        Called once.
+        """Set the parameters whose gradients `install` will take from FSDP. Called once.
 
         Args:
             groups: parameter groups under `replicate()`.
             replicas: parameters of these groups, by name.
         """
-        self._groups, self._replicas = groups, replicas.values()
+        self._groups, self._replicas = groups, replicas
+
+    def install(self, model: nn.Module) -> None:
+        """Register hooks that take each computed gradient from FSDP, and hooks on the model. Not collective."""
         this = weakref.ref(self)
 
         def hook(replica: ReplicatedParam, _: torch.Tensor) -> None:
             if (gradients := this()) is not None and not gradients.closed:
                 gradients._take_from(replica)
 
-        self._followed = [
+        followed = [
             register_last(name, each.computed, partial(hook, each), nodes_are_kept=False)
-            for name, each in replicas.items()
+            for name, each in self._replicas.items()
         ]
+        left_uncompiled: Callable[[Any], Any] = torch.compiler.disable
+        followed.append(model.register_forward_pre_hook(left_uncompiled(self.before_forward)).remove)
+        followed.append(model.register_forward_hook(left_uncompiled(self.after_forward)).remove)
+        self._followed = followed
+
+    def detach(self) -> None:
+        """Let FSDP all-reduce the gradients again. Collective, between two training steps."""
+        self.close("when fsdp.detach() was called")
+        for remove in self._followed:
+            remove()
+        for group in self._groups:
+            group.clear_owner()
+            group.reduce_unused_again()
 
     def before_forward(self, *_: object) -> None:
         """Mark the next backward pass as due, if FSDP would all-reduce its gradients. Forward pre-hook.
@@ -145,7 +173,7 @@ class ReplicatedGradients(DdpGradients):
             self.prepare()
 
     def after_forward(self, _module: object, _inputs: object, output: object) -> None:
-        """Register hooks on `output`, to detect where a backward pass begins whose gradients must be all-reduced.
+        """Register hooks on `output`, to detect the beginning of a backward pass whose gradients must be all-reduced.
 
         Forward hook.
         """
@@ -166,7 +194,7 @@ class ReplicatedGradients(DdpGradients):
 
     def _begin(self) -> None:
         if not self._begun:
-            for replica in self._replicas:
+            for replica in self._replicas.values():
                 replica.begin()
         super()._begin()
 
@@ -176,11 +204,11 @@ class ReplicatedGradients(DdpGradients):
         Collective.
         """
         super().end_backward()
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.give()
 
     def fail(self) -> None:
         """Clean up after a backward pass raised an exception. Restore the gradients of earlier passes in `.grad`."""
         super().fail()
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             replica.rescue()

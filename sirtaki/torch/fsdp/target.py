@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from sirtaki.autotune.sharded import (
     packed_share,
 )
 from sirtaki.comm.compress import codec_of
+from sirtaki.comm.device import Event
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.shards import Loss, ShardLanes
 from sirtaki.comm.transports.contract import ReduceOp
@@ -79,7 +81,7 @@ LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
 """Sizes in bytes of the tensor that is all-gathered to measure the network: minimum, maximum, and size for latency."""
 
 WORTH_MEMORY = 0.05
-"""Fraction of a step's sent bytes that a larger memory budget must save before the log recommends such a budget."""
+"""The log recommends a larger memory budget if a step then sends at least this fraction of its bytes less."""
 
 MEASURED_STEPS = 10
 """Number of steps after the search in which the compression error is measured."""
@@ -106,10 +108,18 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._memory = SettingsMemory(settings.registry)
         self._space: ShardSpace | None = None  # settings that the search may try, on rank 0
         self._step: ShardedStep | None = None
-        self._begun_s = self._ended_s = 0.0
+        self._begun: Event = None  # begin of the step in progress
+        self._spans: list[tuple[Event, Event]] = []  # begin and end of steps that were not measured yet
+        self._is_first = False  # whether the step in progress is the first one with its setting
         self._topology: str | None = None  # description of the network's topology; None until the search has begun
         self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
-        self._steps_to_measure = 0  # steps in which the compression error must still be measured
+        # Number of further steps in which the compression error must be measured.
+        self._steps_to_measure = 0
+        self._steps = 0
+        # Number of steps after which no refinement begins. None = no limit.
+        self._freeze_after: int | None = None
+        # Setting that the last search has chosen.
+        self._kept: ShardKnobs | None = None
         model.apply(AS_PYTORCH if self._lanes is None else _untuned(self._lanes, len(model.groups), settings))
         self.default = model.knobs
 
@@ -123,7 +133,14 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             self._measure_loss(lanes, lanes.losses)
         if controller is None or control is None:
             return
-        self._synchronize()
+        self._steps += 1
+        if self._kept is not None and not controller.searching:
+            if self._freeze_after is not None and self._steps >= self._freeze_after:
+                self._controller = None
+            elif controller.refine(self):
+                self._begun = self._record()
+            return
+        ended = self._record()
         if self._topology is None:
             traced = lanes if not self._shares_memory else None
             if traced is not None and model.trace is None:
@@ -132,13 +149,18 @@ class ShardTarget(TunableTarget[ShardKnobs]):
                 return
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
+            self.refine_until, self._freeze_after = control.broadcast(
+                (self._settings.refine_until, self._settings.freeze_after)
+            )
             self._step = None if traced is None else measure_step(model, traced, self._choices()[0])
             model.connections.searching, self.default = control.rank == 0, model.knobs
             controller.begin(self)
         else:
-            self._ended_s = time.perf_counter()
+            if not self._is_first:
+                self._spans.append((self._begun, ended))
+            self._is_first = False
             controller.iteration_ended()
-        self._begun_s = time.perf_counter()
+        self._begun = self._record()
 
     def recall(self) -> TuningSession[ShardKnobs] | None:
         """Return a tuning session that checks the setting that an earlier job has stored. None if none is stored.
@@ -166,36 +188,64 @@ class ShardTarget(TunableTarget[ShardKnobs]):
 
     def _session(self, space: ShardSpace, first: ShardKnobs | None = None) -> TuningSession[ShardKnobs]:
         budget = self._settings.warmup_iterations
-        return shard_session(space, self.default, budget=budget, first=first, step=self._step)
+        discarded = self._model.connections.discarded_steps
+        return shard_session(
+            space, self.default, budget=budget, first=first, step=self._step, discarded_iterations=discarded
+        )
+
+    def refine(self, session: TuningSession[ShardKnobs], iterations_left: int) -> bool:
+        """Resume a session that has ended, to try more settings. Return False if that would not pay. Rank 0 only.
+
+        Args:
+            session: session of the last search.
+            iterations_left: number of training steps that would profit from a faster setting.
+        """
+        assert self._space is not None
+        # Pass a constructor of a search method, because a session that only checked an earlier job's setting has none.
+        return session.resume(iterations_left, partial(ShardArm, self._space, self.default, self._step))
 
     def apply(self, knobs: ShardKnobs) -> None:
         """Use the setting `knobs` of all-gathers and reduce-scatters from the next step on. Collective."""
+        if knobs != self._model.knobs:
+            self._spans, self._is_first = [], True
         self._model.run(knobs)
 
     def measured_s(self) -> float:
-        """Return the time in seconds of the training step that has ended."""
-        return self._ended_s - self._begun_s
+        """Return the time in seconds of the last training step that the device has finished.
+
+        NaN if the device has finished no step since the last call. The first step with a new setting does not count. A
+        GPU may be several steps behind the host, because the host does not wait for it.
+        """
+        device = self._model.connections.device
+        ended = [span for span in self._spans if device.is_reached(span[1])]
+        self._spans = self._spans[len(ended) :]
+        return device.elapsed_s(*ended[-1]) if ended else math.nan
 
     def progress(self, session: TuningSession[ShardKnobs]) -> TuningProgress:
         """Return the progress of the search for the fastest setting, for the log. Rank 0 only."""
         return describe_progress(session, WHOLE_STEPS)
 
     def keep(self) -> None:
-        """End the search for the fastest setting, and keep the setting in use. Collective."""
+        """End the search for the fastest setting, or a refinement, and keep the setting in use. Collective."""
         knobs, lanes = self._model.knobs, self._lanes
-        self._controller = None
+        changed, self._kept, self._spans = knobs != self._kept, knobs, []
         self._model.connections.searching = False
         self._model.pytorch.release_unused(knobs)
-        if lanes is not None and (knobs.gathers or knobs.scatters):
+        if changed and lanes is not None and (knobs.gathers or knobs.scatters):
             self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
 
     def report(self, session: TuningSession[ShardKnobs]) -> None:
         """Store the result of the search in the registry (the store of settings of earlier jobs), and log it.
 
+        Do nothing after a refinement that found no faster setting.
+
         Rank 0 only.
         """
-        result, stored = session.result, False
-        # Replace the result of an earlier job. Do not store a doubtful result, so that the next job searches again.
+        result, stored = session.result, ""
+        before, self.stays = self.stays, result.knobs
+        if session.resumed and result.knobs == before:
+            return
+        # Store the result, also over that of an earlier job, unless it is doubtful: then the next job searches again.
         if self._key is not None and result.n_trials > 1 and not result.doubt:
             record = ShardsRecord(
                 key=self._key,
@@ -207,34 +257,41 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             )
             stored = self._memory.keep(record)
         words = describe_steps(result, self._model.describe())
-        logger.info("%s%s", words, "; stored in the registry" if stored else "")
-        if self._space is None or self._shares_memory:
+        changed = "changed to a faster setting: " if session.resumed else ""
+        logger.info("%s%s", changed, f"{words}; {stored}" if stored else words)
+        if self._space is None or self._shares_memory or session.resumed:
             return
         if advice := memory_advice(self._model, self._space, self._on_accelerator):
             logger.info("%s", advice)
 
     def give_up(self, why: str) -> None:
-        """End the search for the fastest setting if it still runs, and use the default setting.
+        """End tuning. If a search or a refinement runs, end it, and log the reason `why`.
 
-        Log the reason `why`.
+        In this case, use the result of the last search again, or the default setting if no search has ended.
 
         Collective. Called while no all-gather or reduce-scatter is in flight.
         """
         if self._lanes is not None:
             self._lanes.losses = None
-        if self._controller is not None and self._control is not None:
-            self._controller, self._model.trace = None, None
-            self._model.connections.searching = False
-            self._synchronize()
-            self._model.run(self.default)
-            self._model.pytorch.release_unused(self.default)
-            if self._control.rank == 0:
-                logger.info("tuning of the sharded model stopped early, and Sirtaki keeps the default setting: %s", why)
+        controller, self._controller = self._controller, None
+        if controller is None or self._control is None or (self._kept is not None and not controller.searching):
+            return
+        name, stays = ("default setting", self.default) if self._kept is None else ("setting tuned before", self._kept)
+        self._model.trace, self._model.connections.searching = None, False
+        self._model.run(stays)
+        self._model.pytorch.release_unused(stays)
+        if self._control.rank == 0:
+            logger.info("tuning of the sharded model stopped early, and Sirtaki keeps the %s: %s", name, why)
 
-    def _synchronize(self) -> None:
-        """Wait until the model's devices have executed all kernels that were launched."""
-        for device in {group.device for group in self._model.groups}:
-            torch.get_device_module(device).synchronize(device)
+    def _record(self) -> Event:
+        """Record the time of the device, at which a step begins or ends. Does not block the host for a CUDA GPU.
+
+        For other accelerators, wait until they have executed all kernels that were launched.
+        """
+        device = self._model.connections.device
+        for each in () if device.streams else {group.device for group in self._model.groups}:
+            torch.get_device_module(each).synchronize(each)
+        return device.record_event(timed=True)
 
     def _measure_loss(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
         """Count a step in which the error of lossy compression is measured.
@@ -255,15 +312,15 @@ class ShardTarget(TunableTarget[ShardKnobs]):
                 found.append(f"{what} by {name} ({total.describe()})")
         if lanes.control.rank == 0:
             logger.info(
-                "Sirtaki compresses shards with loss before it sends them, as SIRTAKI_LOSSY permits; bytes after "
-                "compression and relative error, measured on all ranks in %d steps: %s",
+                "Sirtaki compresses the shards of parameters and gradients before it sends them, because "
+                "SIRTAKI_LOSSY is set; compressed bytes and relative error, measured on all ranks in %d steps: %s",
                 MEASURED_STEPS,
                 ", ".join(found),
             )
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:
-        """Return what the search may try: numbers of connections, the most reduce-scatters in flight, and the memory in
-        bytes for kept parameters.
+        """Return what the search may try: numbers of connections, the maximum number of reduce-scatters in flight, and
+        the memory in bytes for gathered parameters that stay between forward and backward pass.
         """
         lanes, memory_bytes = self._lanes, self._settings.fsdp_memory
         if lanes is not None:
@@ -339,15 +396,20 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         budget.
         """
 
-        def accept(record: ShardsRecord) -> ShardKnobs | None:
-            return record.setting if record.setting in space else None
+        def accept(record: ShardsRecord) -> ShardsRecord | None:
+            return record if record.setting in space else None
 
-        knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
-        if knobs is not None:
-            what = "the default, because no setting was proved to be faster" if knobs == default else knobs.describe()
-            logger.info(
-                "Sirtaki found a setting for this sharded model in the registry (results of earlier jobs): %s", what
-            )
+        found = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
+        if found is None:
+            return None
+        knobs = found.setting
+        what = "the default, because no setting was proved to be faster" if knobs == default else knobs.describe()
+        logger.info(
+            "Sirtaki found a setting for this sharded model in the registry of tuning results %s (%s): %s",
+            self._memory.name,
+            found.reference,
+            what,
+        )
         return knobs
 
 
@@ -469,7 +531,8 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
     needed = space.extra_bytes(knobs)
     if needed <= space.memory_bytes:
         return ""
-    needed += COMMUNICATOR_BYTES if on_accelerator else 0  # a larger budget also allows one more communicator
+    # With a larger budget, the tuner may also create one more communicator.
+    needed += COMMUNICATOR_BYTES if on_accelerator else 0
     dropped = sum(space.whole_bytes[place] for place in left)
     scattered = sum(group.n_bytes[1] for group in model.order)
     less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)

@@ -543,7 +543,7 @@ def test_without_computation_everything_travels_in_one_message():
 
 def test_one_layer_and_no_layer():
     assert fuse_and_allocate([1.0], [4], STAGES).ends == (1,)
-    with pytest.raises(TuningError, match="one computation time and one size per layer"):
+    with pytest.raises(TuningError, match="one value per layer"):
         fuse_and_allocate([], [], STAGES)
 
 

@@ -28,15 +28,17 @@ from sirtaki.autotune.arms.techniques import (
     NcclArm,
     PBTArm,
     ScikitOptimizeArm,
+    check_choices,
+    chosen_arms,
     import_late,
     make_arm,
-    require,
+    require_package,
 )
 from sirtaki.autotune.knobs import Cut, FloatArray, KnobLattice, Knobs, KnobSpace, Lossy, NcclWays
 from sirtaki.autotune.meta.bandit import BanditArm, default_arms
 from sirtaki.autotune.trial import Arm, Proposal, Trial, TrialStatus
 from sirtaki.comm.plan import Algorithm, NcclWay, TransportKind, UnitClass
-from sirtaki.errors import TuningError
+from sirtaki.errors import ConfigError, TuningError
 
 
 def grid(space: KnobSpace, rng: np.random.Generator) -> Arm:
@@ -225,13 +227,33 @@ def test_a_package_cannot_replace_one_of_ours(installed: Callable[..., None]) ->
 def test_an_unknown_name_is_refused_with_the_names_there_are(installed: Callable[..., None]) -> None:
     installed(mine=make_mine)
     with pytest.raises(
-        TuningError, match="'gird': choose one of grid, pbt, bayesian, hyperband, scikit_optimize, mine"
+        TuningError, match="'gird'; choose one of grid, pbt, bayesian, hyperband, scikit_optimize, mine"
     ):
         make_arm("gird", space=WIDE, rng=np.random.default_rng(0))
 
 
+def test_a_script_chooses_arms_by_name_by_function_of_the_space_or_as_objects(installed: Callable[..., None]) -> None:
+    installed(mine=make_mine)
+    given, spaces = Mine(), list[KnobSpace]()
+
+    def make(space: KnobSpace, rng: np.random.Generator) -> Arm:
+        spaces.append(space)
+        return GridArm(space)
+
+    choices = ["mine", "bayesian", make, given]
+    check_choices(choices)
+    by_name, bayesian, made, last = chosen_arms(choices, space=GPU, rng=np.random.default_rng(0))
+    assert isinstance(by_name, Mine)
+    assert isinstance(bayesian, BayesianArm)
+    assert (type(made), spaces) == (GridArm, [GPU])
+    assert last is given
+    for wrong, complaint in ((["gird"], "grid, pbt"), ([], "at least one"), ("grid", "a list"), ([3], "found 3")):
+        with pytest.raises(ConfigError, match=complaint):
+            check_choices(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("make", "complaint"), [(make_trouble, "ZeroDivisionError"), (make_nothing, "lacks name, ask")]
+    ("make", "complaint"), [(make_trouble, "ZeroDivisionError"), (make_nothing, "no name and no ask")]
 )
 def test_a_broken_arm_is_an_error_if_named_and_a_warning_if_not(
     make: Callable[..., object], complaint: str, installed: Callable[..., None], caplog: pytest.LogCaptureFixture
@@ -258,13 +280,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_missing_package_is_reported_at_once_and_nothing_is_loaded(folder: Path) -> None:
     (folder / "slow_one.py").write_text("raise AssertionError('loaded')")
-    require("test", "slow_one", "slow-one")
+    require_package("test", "slow_one", "slow-one")
     assert "slow_one" not in sys.modules
     with pytest.raises(
         TuningError,
         match="needs the package fast-one, which is not installed: run pip install fast-one, or do not select",
     ):
-        require("test", "fast_one", "fast-one")
+        require_package("test", "fast_one", "fast-one")
 
 
 @pytest.mark.lengthy

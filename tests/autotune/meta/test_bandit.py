@@ -70,7 +70,7 @@ def test_the_window_slides_within_the_budget_and_has_room_for_every_arm() -> Non
 
 @pytest.mark.parametrize(
     ("arms", "window", "words"),
-    [((), 3, "distinct names"), (("grid",) * 2, 3, "distinct names"), (ARMS, 0, "must be at least 1")],
+    [((), 3, "no name twice"), (("grid",) * 2, 3, "no name twice"), (ARMS, 0, "window: expected at least 1")],
 )
 def test_arms_without_a_name_of_their_own_and_an_empty_window_are_refused(
     arms: tuple[str, ...], window: int, words: str
@@ -241,6 +241,23 @@ def test_an_arm_answers_no_more_than_it_is_asked_for_and_under_its_own_name() ->
     assert bandit(endless).ask(3) == [Proposal(arm="endless", knobs=knobs(7))] * 3
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 20])
+def test_no_proposal_of_an_arm_that_takes_them_from_a_queue_is_lost(at_once: int) -> None:
+    queue = ListListArm("queue", [])
+    waiting = [Proposal(arm="queue", knobs=knobs(streams)) for streams in range(1, 13)]
+
+    def take(n: int = 1) -> list[Proposal]:
+        taken, waiting[:] = waiting[:at_once], waiting[at_once:]
+        return taken
+
+    queue.ask = take  # type: ignore[method-assign,assignment]
+    arm, ran = bandit(queue), list[int]()
+    while asked := arm.ask():
+        ran.append(asked[0].knobs.streams)
+        arm.tell([Trial(arm="queue", knobs=asked[0].knobs, iterations=1, span_s=1.0)])
+    assert sorted(ran) == list(range(1, 13))
+
+
 class Judge(ListListArm):
     """An arm whose surrogate predicts given times by number of streams."""
 
@@ -348,7 +365,7 @@ def test_of_two_of_one_name_the_second_is_left_out(
     monkeypatch.setattr(ensemble, "OUR_ARMS", ("twin", "a"))
     with caplog.at_level(logging.WARNING):
         assert names(arms(planners=planners)) == ["a", "theirs"]
-    why = "two search techniques of Sirtaki's tuner have the name 'a': rename or remove one of them"
+    why = "two search techniques have the name 'a'; rename or remove one of them"
     assert f"Sirtaki does not use the search technique 'a' for tuning: {why}" in caplog.messages
     with pytest.raises(TuningError, match=why):
         arms(names=["a", "twin"], planners=[])

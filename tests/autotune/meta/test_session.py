@@ -70,7 +70,7 @@ def test_after_the_end_the_kept_knobs_are_assigned_with_nothing_to_measure() -> 
     job = Job(session(ListArm(BEST))).run()
     final = job.session.assignment
     assert (final.knobs, final.purpose, final.measured_iterations) == (BEST, Purpose.KEPT, 0)
-    with pytest.raises(TuningError, match="session has ended"):
+    with pytest.raises(TuningError, match="session had ended"):
         job.session.record([1.0])
 
 
@@ -201,18 +201,18 @@ def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expect
     hopeful = Job(session(Sure(0.5, *ladder), budget_iterations=300), span_of=flat.__getitem__).run()
     assert "no new best" in bored.result.reason
     assert bored.result.n_trials < hopeful.result.n_trials
-    assert "budget of 300 steps used" in hopeful.result.reason
+    assert "the search has used its 300 steps" in hopeful.result.reason
 
 
 # Small things.
 def test_an_empty_measurement_is_refused() -> None:
-    with pytest.raises(TuningError, match="at least one measured communication time"):
+    with pytest.raises(TuningError, match="at least one measured time"):
         session().record([])
 
 
 @pytest.mark.parametrize("options", [{"discarded_iterations": -1}, {"measured_iterations": 0}])
 def test_an_impossible_trial_length_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(TuningError, match="measured"):
+    with pytest.raises(TuningError, match="_iterations: expected at least"):
         session(**options)
 
 
@@ -249,7 +249,7 @@ def test_after_a_registrys_setting_loses_similar_jobs_settings_are_first_within_
     job = Job(warm_up).run()
     assert set(job.run_for(Purpose.TRIAL)) == {BEST, streams(4)}
     assert job.assignments[0].knobs == BEST
-    with pytest.raises(TuningError, match="must be called while"):
+    with pytest.raises(TuningError, match=r"assignment.purpose in begin_search\(\): expected"):
         warm_up.begin_search(ListArm(), space=SPACE)
 
 

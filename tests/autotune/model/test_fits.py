@@ -83,7 +83,7 @@ def test_small_units_on_many_streams_show_the_processors_time(noise, tolerance):
 
 
 def test_one_size_is_too_little():
-    with pytest.raises(TuningError, match=r"at least two sizes on one stream \(.*\), found 1 size"):
+    with pytest.raises(TuningError, match="at least 2 sizes on one stream, found 1 size"):
         fit_link([LinkProbe(unit_bytes=1000, streams=n, seconds=1.0) for n in (1, 2)])
 
 
@@ -94,7 +94,7 @@ def test_times_that_do_not_grow_with_the_size_are_refused():
 
 def test_times_that_no_line_describes_are_refused_with_the_worst_probe():
     seconds = {1000: 1.0, 2000: 0.05, 4000: 3.0, 8000: 0.5}
-    with pytest.raises(TuningError, match=r"differ from measured ones by \d+%.*bytes on 1 stream"):
+    with pytest.raises(TuningError, match=r"bytes on 1 stream.* differ from the measured times by \d+%"):
         fit_link([LinkProbe(unit_bytes=size, streams=1, seconds=s) for size, s in seconds.items()])
 
 
@@ -108,7 +108,7 @@ def test_times_that_no_line_describes_are_refused_with_the_worst_probe():
     ],
 )
 def test_probes_that_cannot_be_are_refused(fields):
-    with pytest.raises(TuningError, match=r"positive, finite numbers of bytes, .* and seconds"):
+    with pytest.raises(TuningError, match="positive, finite numbers, found LinkProbe"):
         LinkProbe(**{"unit_bytes": 1, "streams": 1, "seconds": 1.0, **fields})
 
 
@@ -157,9 +157,7 @@ def test_overlap_samples_give_libras_functions_back(noise, tolerance):
 
 def test_one_thread_count_is_too_little():
     compute, transmissions = samples_of(CONTENTION)
-    with pytest.raises(
-        TuningError, match="computation with at least two different numbers of GPU threads per all-reduce, found 1"
-    ):
+    with pytest.raises(TuningError, match="computation: expected at least 2 different numbers of GPU threads, found 1"):
         fit_contention(compute[:1], transmissions, alpha_s=0.0)
     with pytest.raises(TuningError, match="transmission alone"):
         fit_contention(compute, [sample for sample in transmissions if sample.overlapped], alpha_s=0.0)
@@ -167,7 +165,7 @@ def test_one_thread_count_is_too_little():
 
 def test_samples_without_any_pattern_are_refused():
     compute, transmissions = samples_of(CONTENTION, noise=1.5)
-    with pytest.raises(TuningError, match=r"speed of .* differs from the measured speed"):
+    with pytest.raises(TuningError, match=r"speed of .* differ from the measured times"):
         fit_contention(compute, transmissions, alpha_s=1e-4)
 
 
@@ -201,7 +199,7 @@ MODEL = ContentionModel(
     "gammas", [(0.0, 0.0, 0.0), (-1.0, 0.0, 0.0), (1.0, 1.1, 0.0), (1.0, -0.1, 0.0), (1.0, 0.5, -0.1)]
 )
 def test_curves_that_fall_or_become_negative_are_rejected(gammas: tuple[float, float, float]) -> None:
-    with pytest.raises(TuningError, match=r"all-reduce rate .* must have γ1 > 0"):
+    with pytest.raises(TuningError, match="RateCurve: expected gamma_1 > 0"):
         RateCurve(gamma_1=gammas[0], gamma_2=gammas[1], gamma_3=gammas[2])
 
 
@@ -213,7 +211,7 @@ def test_computation_loses_a_share_with_each_thread_but_never_stops() -> None:
 
 @pytest.mark.parametrize("alphas", [(0.0, 0.1), (1.3, 0.1), (-0.1, 0.1), (0.9, -1e-9)])
 def test_speeds_that_cannot_be_are_refused(alphas: tuple[float, float]) -> None:
-    with pytest.raises(TuningError, match=r"must have 0 < α1 ≤ 1.2 and α2 ≥ 0"):
+    with pytest.raises(TuningError, match=r"expected 0 < alpha_1 <= 1.2 and alpha_2 >= 0"):
         replace(MODEL, alpha_1=alphas[0], alpha_2=alphas[1])
 
 

@@ -62,17 +62,17 @@ def test_an_end_relieves_running_and_later_nodes() -> None:
 
 
 def test_nodes_that_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(ReplayError, match="cannot run 2 of 3 operations, because their dependencies have a cycle"):
+    with pytest.raises(ReplayError, match="2 of 3 simulated operations cannot start"):
         replay(graph([node(0, 1.0), node(1, 1.0), node(2, 1.0)], [(1, 2, 0.0), (2, 1, 0.0)]))
 
 
 @pytest.mark.parametrize(
     ("nodes", "edges", "message"),
     [
-        ([node(0, -1.0)], [], "finite and at least 0 s"),
-        ([node(0, 1.0)], [(0, 0, 0.0)], "operation 0 depends on operation 0"),
-        ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "a delay of nan s"),
-        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], r"indices from 0 to 0 \(attribute server\)"),
+        ([node(0, -1.0)], [], "simulated operation .* is invalid"),
+        ([node(0, 1.0)], [(0, 0, 0.0)], "operation 0 has an invalid dependency on operation 0"),
+        ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "delay nan s"),
+        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], "server=1.* is invalid"),
     ],
 )
 def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[object], message: str) -> None:
@@ -81,7 +81,7 @@ def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[
 
 
 def test_a_server_needs_a_throughput() -> None:
-    with pytest.raises(ReplayError, match="positive, finite throughput"):
+    with pytest.raises(ReplayError, match="positive, finite throughputs"):
         SharedResource(name="none", totals=(1.0, 0.0))
 
 
@@ -175,5 +175,5 @@ def test_probes_of_units_have_shared_processors_already() -> None:
 
 @pytest.mark.parametrize("fields", [{"ranks": 0}, {"processors": 0.0}, {"threads": 0}])
 def test_a_host_of_nothing_is_refused(fields: dict[str, float]) -> None:
-    with pytest.raises(TuningError, match="a simulated host must have positive numbers"):
+    with pytest.raises(TuningError, match="SharedHost: expected positive numbers"):
         SharedHost(**{"ranks": 2, "processors": 2.0, **fields})  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ def test_a_plan_of_another_layout_is_refused():
 
 
 def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(TuningError, match="times of 2 gradients, but the job has 1 gradients"):
+    with pytest.raises(TuningError, match="for 2 gradients, but this job has 1 gradients"):
         Simulator(layout=layout_of(1), profile=Profile(ready_s=(1, 2), compute_s=2), link=two_streams())
 
 
@@ -206,12 +206,12 @@ def test_a_profile_without_gradients_is_refused():
 
 @pytest.mark.parametrize("ready_s", [(-1.0, 2.0), (math.nan, 1.0), (math.inf, 1.0)])
 def test_times_that_cannot_be_are_refused(ready_s):
-    with pytest.raises(TuningError, match="finite and at least 0 s"):
+    with pytest.raises(TuningError, match="finite times of at least 0 s"):
         Profile(ready_s=ready_s, compute_s=2.0)
 
 
 def test_a_gradient_after_the_end_of_the_pass_is_refused():
-    with pytest.raises(TuningError, match="before the backward pass ends"):
+    with pytest.raises(TuningError, match="before the end of the backward pass"):
         Profile(ready_s=(1.0, 3.0), compute_s=2.0)
 
 
@@ -536,12 +536,12 @@ def test_flows_add_up_until_the_link_is_full_and_crowd_each_other_then() -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ranks": 1}, "at least two ranks, found 1"),
-        ({"hop_s": -1e-9}, "hop_s ≥ 0"),
-        ({"flow_bytes_per_s": 0.0}, "0 < flow_bytes_per_s ≤ link_bytes_per_s"),
-        ({"flow_bytes_per_s": 1.1e9}, "0 < flow_bytes_per_s ≤ link_bytes_per_s"),
-        ({"crowding": 1.0}, "crowding .* at least 0 and below 1"),
-        ({"crowding": -0.1}, "crowding .* at least 0 and below 1"),
+        ({"ranks": 1}, "ranks >= 2, .* found .*ranks=1"),
+        ({"hop_s": -1e-9}, "hop_s >= 0"),
+        ({"flow_bytes_per_s": 0.0}, "0 < flow_bytes_per_s <= link_bytes_per_s"),
+        ({"flow_bytes_per_s": 1.1e9}, "0 < flow_bytes_per_s <= link_bytes_per_s"),
+        ({"crowding": 1.0}, "0 <= crowding < 1"),
+        ({"crowding": -0.1}, "0 <= crowding < 1"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(change: dict[str, float], words: str) -> None:

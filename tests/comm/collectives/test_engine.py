@@ -64,6 +64,14 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
     on_engines(act)
 
 
+def test_tensors_on_several_devices_without_cuda_need_no_event() -> None:
+    """The device "meta" stands for another accelerator than CUDA."""
+    tensors = [torch.ones(2), torch.ones(2, device="meta")]
+    described = Signature.of(tensors, name="a", kind=CollectiveKind.ALLREDUCE)
+    assert described.device == "mixed"
+    assert EagerWork(described, tensors).written is None
+
+
 def test_a_silently_submitted_operation_runs_when_another_one_is_awaited() -> None:
     def act(engine: EagerEngine) -> None:
         if engine.rank == 0:
@@ -201,7 +209,7 @@ def test_an_interrupt_in_a_round_fails_the_job_and_all_pending_operations() -> N
     def act(comm: Communicator) -> None:
         engine = EagerEngine(comm, comm.failures)
 
-        def interrupted(works: object, mine: object) -> bool:
+        def interrupted(works: object, mine: object, **_: object) -> bool:
             raise comm.failures.error or KeyboardInterrupt()
 
         engine.rounds.run = interrupted  # type: ignore[method-assign, assignment]

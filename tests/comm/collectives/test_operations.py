@@ -268,13 +268,14 @@ def over(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the result on each rank, in place of its vector."""
 
     def act(comm: Communicator) -> torch.Tensor:
-        mine, waits = vectors[comm.rank].clone(), list[Test]()
+        mine, waits, ranks = vectors[comm.rank].clone(), list[Test](), Ranks(comm, comm.failures)
 
         def wait(test: Test) -> None:
             waits.append(test)
             wait_for(test, failures=comm.failures)
 
-        adasum_(mine, comm=comm, wait=wait)
+        ranks.wait = wait  # type: ignore[method-assign]
+        adasum_(mine, ranks)
         assert len(waits) == 2 * math.log2(comm.size)  # sent and received once a round
         return mine
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 from fakes.meshes import at_once, close, until
+from torch.distributed import HashStore
 
 from sirtaki.comm.control import handshake, members
 from sirtaki.comm.control.handshake import Acceptor, NoProof, connect, job_key, listen
@@ -25,6 +26,7 @@ from sirtaki.comm.control.members import (
     Meeting,
     Member,
     Membership,
+    StoreExchange,
     connect_members,
     listening,
     meet,
@@ -150,6 +152,38 @@ def test_ranks_of_different_worlds_get_an_error() -> None:
     expect(together([two[0], odd], timeout_s=10.0), ConfigError, "WORLD_SIZE is 2 on rank 0 and 3 on rank 1")
 
 
+class CountingStore:
+    """A store that records how many keys each request names."""
+
+    def __init__(self) -> None:
+        self._inner, self.requests = HashStore(), list[tuple[str, int]]()
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.requests.append((method, len(arguments[0]) if isinstance(arguments[0], list) else 1))
+            return getattr(self._inner, method)(*arguments)
+
+        return call
+
+
+def test_one_rank_reads_the_records_of_all_ranks_and_the_others_read_one_key() -> None:
+    """Otherwise the requests to the store grow with the square of the number of ranks."""
+    size, stores = 200, [CountingStore() for _ in range(2)]
+    stores[1]._inner = stores[0]._inner
+
+    def exchange(rank: int) -> list[Membership]:
+        place = {"own": rank, "size": size, "place": "here", "deadline": Deadline.after(60.0)}
+        own = Membership(members=(Member(number=rank),), name="", secret="")
+        return StoreExchange(stores[min(rank, 1)], range(size), **place)(own)  # type: ignore[arg-type]
+
+    tables = at_once(exchange, range(size))
+    assert all([each.members[0].number for each in table] == list(range(size)) for table in tables)
+    assert sum(count for method, count in stores[0].requests if method == "multi_get") == size
+    assert max(count for _, count in stores[0].requests) <= 64
+    assert {count for _, count in stores[1].requests} == {1}
+    assert [method for method, _ in stores[1].requests].count("get") == size - 1
+
+
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("secrets", "words"),
@@ -179,6 +213,25 @@ def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pyte
     assert peer == "127.0.0.3"
     assert offered == [None, None]
     leave(comms)
+
+
+def test_too_few_file_descriptors_or_threads_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_s = time.monotonic()
+    used = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(members.resource, "getrlimit", lambda which: (used + 5, used + 5))
+        expect(together(meetings(2)), ConfigError, "more file descriptors to connect 2 ranks", "ulimit -Hn")
+
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "sirtaki-accept":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    expect(together(meetings(2)), CommError, "can't start new thread; the limit of threads", "start fewer ranks")
+    assert time.monotonic() - begin_s < 20.0
 
 
 @pytest.mark.slow

@@ -177,6 +177,7 @@ class Collected:
     """A receiver that keeps everything."""
 
     def __init__(self) -> None:
+        self.inbound = memoryview(bytearray(65536))
         self.frames: list[tuple[int, bytes]] = []
 
     def place(self, source: int, header: Header) -> memoryview:
@@ -399,18 +400,6 @@ def test_silences_that_are_forgiven_do_not_add_up() -> None:
         links[0]._connections[1].last_read_s = time.monotonic()
         links[0]._exchange_heartbeat()
     assert links[0].failures.error is None
-    close(links)
-
-
-def test_an_idle_mesh_sends_next_to_nothing() -> None:
-    links = connected(4, heartbeat_s=30.0)
-    sent: list[int] = []
-    for each in links:
-        for connection in each._connections.values():
-            write = connection._write
-            connection._write = lambda parts, w=write: sent.append(sum(map(len, parts))) or w(parts)
-        each._exchange_heartbeat()
-    assert sent == [24] * 4  # one heartbeat to one other rank, whatever their number
     close(links)
 
 

@@ -235,7 +235,7 @@ def test_a_replaced_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture)
         for _ in range(3):
             edits.problem(changed(replaced=True), ["a", "b"], RankFlags(replaced=True))
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "the gradient of a was replaced before it was reduced"
+        "user code replaced the gradient of a during backward()"
     ]
 
 

@@ -451,9 +451,9 @@ def test_a_reprofile_is_begun_in_the_next_iteration_but_one_and_gradients_move_t
 @pytest.mark.parametrize(
     ("plans", "what"),
     [
-        ([], "found 0 plans for 1 buffers"),
-        ([plan_of(6 + FLAG_COUNT)] * 2, "found 2 plans for 1 buffers"),
-        ([plan_of(6)], f"covers 6 elements, but .* has {6 + FLAG_COUNT} elements"),
+        ([], "plans: expected 1 .* found 0"),
+        ([plan_of(6 + FLAG_COUNT)] * 2, "plans: expected 1 .* found 2"),
+        ([plan_of(6)], f"is for 6 gradient elements, but this model has {6 + FLAG_COUNT}"),
         ([plan_of(6 + FLAG_COUNT, 1)], "no descriptors"),
     ],
 )
@@ -471,7 +471,7 @@ def test_plans_that_are_refused_leave_the_old_ones(plans: list[CommPlan], what: 
     made.router.open_plan = opened  # type: ignore[method-assign]
     assert made.sync.plans == before
     made.come(0)
-    with pytest.raises(PlanError, match="between iterations"):
+    with pytest.raises(PlanError, match="while gradients are computed"):
         made.sync.use([plan_of(6 + FLAG_COUNT)])
     assert made.left == [(0, 3), (3, 6 + FLAG_COUNT)]
 

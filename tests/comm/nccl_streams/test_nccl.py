@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from fakes.cuda import FakeCuda
 from fakes.groups import LoneGroup, LoneOpener
 from fakes.streams import FakeDevice
 
@@ -107,8 +108,8 @@ class ControlOfOne:
 
     rank, size, local_rank, local_size, node_ranks, cross_rank, cross_size = 0, 1, 0, 1, (0,), 0, 1
 
-    def store(self) -> tuple[Any, str]:
-        return dist.HashStore(), ""
+    def store(self) -> Any:
+        return dist.HashStore()
 
     def next_prefix(self) -> str:
         return "prefix"
@@ -198,6 +199,53 @@ def test_memory_is_bounded_by_the_fullest_ranks_measurement() -> None:
     assert len(pool.open) == 3
     with pytest.raises(PlanError, match="of the GPU's memory"):
         pool.require(keys(3, 4, 5, 6))
+
+
+def test_a_communicator_leaves_half_of_the_free_memory_to_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = LoneOpener(taken_bytes=10)
+    pool = pool_of(opener)
+    pool.require(keys(0, 1))
+    monkeypatch.setattr(opener, "memory_bytes", lambda: (15, 1000))
+    with pytest.raises(PlanError, match="3% of the GPU's memory; 2% are free"):
+        pool.require(keys(0, 1, 2))
+    assert opener.opened == keys(0, 1)
+
+
+class Together(LoneGroup):
+    """A communicator whose abort ends only while another one is aborted, too."""
+
+    aborts = threading.Barrier(2)
+
+    def abort(self) -> None:
+        self.aborts.wait(20.0)
+        super().abort()
+
+
+def test_all_communicators_are_aborted_at_the_same_time_and_once() -> None:
+    opener = LoneOpener()
+    pool = pool_of(opener)
+    pool.require(keys(0, 1))
+    groups = [Together(multiplies=False) for _ in range(2)]
+    pool.open.update(zip(keys(0, 1), groups, strict=True))
+    assert pool.abort() == 2
+    assert all(group.closed for group in groups)
+    assert pool.abort() == 0
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    ("release", "ended", "n_bytes"), [("2.4.1", "shutdown", 0), ("2.7.1", "abort", 0), ("2.13.0", "abort", 1 << 29)]
+)
+def test_every_release_aborts_communicators_and_newer_ones_report_their_memory(
+    release: str, ended: str, n_bytes: int
+) -> None:
+    with FakeCuda(release=release):
+        options: Any = dist.ProcessGroupNCCL.Options()
+        made: Any = dist.ProcessGroupNCCL(None, 0, 1, options)  # type: ignore[arg-type]  # a fake one
+        group = NcclGroup(made)
+        assert group.memory_bytes() == n_bytes
+        group.abort()
+        assert made.ended == ended
 
 
 def test_only_communicators_of_the_last_plan_are_kept_in_the_end() -> None:

@@ -12,3 +12,5 @@ test_staged_training_on_gpus_is_ordered = played_on_ranks(
     "on_fake_gpus", Job(2, label="staged", env={**ENV, "SIRTAKI_TRANSPORT": "staged"})
 )
 test_shares_between_nodes_are_ordered_and_aligned = played_on_ranks("on_fake_gpus", Job(4, env=ENV), cases="NODES")
+test_one_rank_sends_nothing = played_on_ranks("on_fake_gpus", Job(1, env=ENV), cases="ALONE")
+test_eager_operations_of_one_rank_are_ordered = played_on_ranks("on_fake_gpus", slow(Job(1, env=ENV)), only="eager")

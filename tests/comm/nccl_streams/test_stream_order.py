@@ -201,6 +201,27 @@ def test_buffers_are_aligned_for_all_sizes() -> None:
     cuda.check()
 
 
+def test_a_graph_may_be_replayed_after_a_pass_that_does_not_compute_all_gradients() -> None:
+    """The replay writes to memory that a unit's gradients are copied from, and that no allocator protects."""
+    cuda = FakeCuda()
+    with training(cuda) as job:
+        memory = [torch.zeros_like(param) for param in job.params]
+        for number in range(ITERATIONS):
+            cuda.steady = number >= WARM_UP
+            for index in reversed(range(1, len(memory))):
+                memory[index].fill_(2.0)
+                job.params[index].grad = memory[index].detach()
+                job.sync.ready(index, job.params[index].grad, 0)
+            job.sync.run_copies()  # the end of the pass
+            for place in memory[1:]:
+                place.fill_(9.0)
+            job.sync.finish()
+            cuda.next_iteration()
+        cuda.steady = False
+        assert job.params[2].grad.eq(2.0 * 0.5).all()  # of a unit that was launched in the pass
+    cuda.check()
+
+
 def test_helper_threads_use_the_gpu_of_their_rank_and_leave_a_graph_capture_valid() -> None:
     cuda = FakeCuda(index=1)
     with training(cuda, kind=TransportKind.STAGED) as job:

@@ -136,12 +136,12 @@ def test_values_that_cannot_be_summed_are_rejected_and_nothing_is_lost() -> None
         with pytest.raises(ConfigError):
             client_of(addresses, rank, ranks, SMALL)
     for wrong in ({"rows": 0}, {"width": 0}, {"registers": 0}):
-        with pytest.raises(ConfigError, match="must be at least 1, found HeatLayout"):
+        with pytest.raises(ConfigError, match="at least 1, found HeatLayout"):
             HeatLayout(**{"rows": 1, "width": 1, **wrong})
     with serving() as (address, _):
         client = client_of([address], 0, 1, SMALL)
         for shape in ((2001, 16), (10, 15), (0, 16), (16,)):
-            with pytest.raises(ConfigError, match="must have the shape"):
+            with pytest.raises(ConfigError, match="expected values of shape"):
                 client.sum(np.zeros(shape, np.float32))
         values = values_of(0, 0, 2000, 16)
         np.testing.assert_array_equal(client.sum(values), values)

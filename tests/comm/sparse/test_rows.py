@@ -32,11 +32,11 @@ from sirtaki.errors import CommError, ConfigError, PlanError
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"path": SparsePath.HOT_COLD}, "has 0 hot rows"),
-        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 hot rows"),
+        ({"path": SparsePath.HOT_COLD}, "hot_rows: .*hot_cold.* found"),
+        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "hot_rows: .*hot_cold.* found"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "found dense"),
-        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "block_rows .* must be at least 1"),
+        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "block_rows: expected at least 1"),
     ],
 )
 def test_invalid_rows_are_rejected(given: dict[str, Any], found: str) -> None:

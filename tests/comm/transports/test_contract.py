@@ -23,6 +23,7 @@ from sirtaki.comm.transports.contract import (
     scale_,
     streams_within,
 )
+from sirtaki.machine import thread_limits
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -117,7 +118,7 @@ def test_unavailable_descriptors_are_reported_and_available_ones_released(limits
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
     with reserved(StreamCost(descriptors=1000)) as problem:
         assert problem.startswith("1000 more descriptors cannot be opened ([Errno 24]")
-        assert problem.endswith(f"the limit is {before + 10})")
+        assert problem.endswith(f"the limit is {before + 10}, see ulimit -Hn)")
     assert in_use() == before
 
 
@@ -135,7 +136,8 @@ def test_unavailable_threads_are_reported_unless_descriptors_are_scarce_already(
 
     monkeypatch.setattr(contract.threading, "Thread", Scarce)
     with reserved(StreamCost(threads=3)) as problem:
-        assert problem == "3 more threads cannot be started (can't start new thread)"
+        assert problem.startswith("3 more threads cannot be started: can't start new thread; the limit of threads is ")
+        assert thread_limits() in problem
     assert not any(thread.is_alive() for thread in started)
 
     def none_left(*args: object) -> int:

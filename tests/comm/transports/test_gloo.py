@@ -1,16 +1,21 @@
 """Waits for Gloo: time-outs and failures, also while ranks connect, and the end of streams."""
 
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo
+from fakes.meshes import on_planes, until
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from sirtaki.comm.control.failure import FailureBoard
+from sirtaki.comm.control.plane import ControlPlane
+from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.transports import gloo
-from sirtaki.comm.transports.gloo import GlooTransport, WatchfulStore, _GlooUnitWork
+from sirtaki.comm.transports.gloo import GlooTransport, GroupOpening, _GlooUnitWork
 from sirtaki.errors import CommError, PeerLostError
 
 
@@ -71,8 +76,7 @@ def test_a_stream_whose_thread_does_not_end_delays_no_rank(monkeypatch: pytest.M
     monkeypatch.setattr(gloo, "END_S", 0.05)
     ended = threading.Event()
     transport = GlooTransport(
-        store=None,  # type: ignore[arg-type]  # nothing is opened
-        prefix=str,
+        gather=lambda value: [value],
         address="",
         rank=0,
         size=2,
@@ -91,24 +95,64 @@ def test_a_stream_whose_thread_does_not_end_delays_no_rank(monkeypatch: pytest.M
     assert not held_up
 
 
-def test_keys_are_those_of_the_other_store() -> None:
-    inner, store = HashStore(), WatchfulStore(HashStore(), FailureBoard())
-    store = WatchfulStore(inner, FailureBoard())
-    store.set("a", "1")
-    assert inner.get("a") == store.get("a") == b"1"
-    assert store.add("n", 3) == inner.add("n", 0) == 3
-    assert store.check(["a"])
-    assert not store.check(["b"])
-    threading.Timer(0.05, lambda: inner.set("b", "2")).start()
-    assert store.get("b") == b"2"
+def creator(rank: int, size: int) -> Callable[[Store], ProcessGroupGloo]:
+    def create(store: Store) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout, options._threads = timedelta(seconds=60), 1
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return ProcessGroupGloo(store, rank, size, options)
+
+    return create
+
+
+def test_opening_many_groups_takes_as_many_rounds_as_opening_one() -> None:
+    rounds: list[int] = []
+
+    def act(control: ControlPlane) -> None:
+        for count in (1, 5):
+            gathered = 0
+
+            def gather(value: Any) -> list[Any]:
+                nonlocal gathered
+                gathered += 1
+                return control.all_gather(value)
+
+            groups = GroupOpening(gather, control.failures).open([creator(control.rank, control.size)] * count)
+            for number, group in enumerate(groups):
+                tensor = torch.full((3,), float(number + control.rank))
+                group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
+                assert tensor.tolist() == [3.0 * number + 3.0] * 3
+            rounds.append(gathered)
+
+    on_planes(3, act)
+    assert rounds == [2] * 6
+
+
+def test_a_rank_that_cannot_open_a_group_is_named_at_once_on_all_ranks() -> None:
+    def act(control: ControlPlane) -> None:
+        def fail(store: Store) -> ProcessGroupGloo:
+            raise RuntimeError("no socket")
+
+        creators = [creator(control.rank, 3)] * 3
+        if control.rank == 1:
+            creators[1] = fail
+        begin_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="no socket"):
+            GroupOpening(control.all_gather, control.failures).open(creators)
+        assert time.monotonic() - begin_s < 20.0
+        control.barrier()
+
+    on_planes(3, act)
 
 
 def test_gloo_does_not_wait_for_a_rank_that_has_exited() -> None:
-    failures = FailureBoard()
-    store = WatchfulStore(HashStore(), failures)
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=60)
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    failures, others = FailureBoard(), set(threading.enumerate())
+
+    def gather(value: Any) -> list[Any]:
+        wait_for(lambda: False, failures=failures)
+        raise AssertionError
+
     threading.Timer(0.1, lambda: failures.report(PeerLostError("rank 1 is gone"))).start()
-    with pytest.raises(Exception, match="rank 1 is gone"):
-        ProcessGroupGloo(PrefixStore("x", store), 0, 2, options)
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        GroupOpening(gather, failures).open([creator(0, 2)] * 2)
+    until(lambda: not any(thread.name == "sirtaki-opening" for thread in set(threading.enumerate()) - others))

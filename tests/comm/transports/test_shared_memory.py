@@ -432,7 +432,9 @@ def test_the_exit_of_a_process_of_the_node_is_reported_once(has_pidfd: bool, mon
         monkeypatch.setattr(shared_memory.os, "pidfd_open", no_pidfd)
     other = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     inbox, outbox = os.pipe()
-    control: Any = SimpleNamespace(rank=0, local_rank=0, node_ranks=[0, 1], all_gather=lambda value: [value, other.pid])
+    control: Any = SimpleNamespace(
+        rank=0, local_rank=0, local_size=2, node_ranks=[0, 1], all_gather=lambda value: [value, other.pid]
+    )
     monkeypatch.setattr(shared_memory, "open_peers", lambda control, own, flags, problem: [os.dup(own), outbox])
     try:
         bell = Doorbell(control)

@@ -23,7 +23,7 @@ from markupsafe import escape
 
 from sirtaki.analysis import page as module
 from sirtaki.analysis.global_graph import ms, parts, percent
-from sirtaki.analysis.job_model import histories
+from sirtaki.analysis.job_model import JobModel, Program, histories
 from sirtaki.analysis.page import (
     MAX_MOMENTS,
     findings,
@@ -33,10 +33,12 @@ from sirtaki.analysis.page import (
     render,
     sentences,
 )
-from sirtaki.analysis.recording import JOB_FILE, Detail, RankRecording, Recording, rank_path
-from sirtaki.analysis.step_parts import TimeKind, exposures, late_units, step_parts
+from sirtaki.analysis.recording import JOB_FILE, Detail, RankRecording, RecordedIteration, Recording, rank_path
+from sirtaki.analysis.step_parts import ExposureCause, RankExposure, TimeKind, exposures, late_units, step_parts
+from sirtaki.autotune.model.replayer import Activity
 from sirtaki.cli.__main__ import main
 from sirtaki.errors import ConfigError, RecordingError, ReplayError
+from sirtaki.measures import LinkModel
 
 # ── step parts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -62,8 +64,91 @@ def test_waiting_for_a_late_rank_is_distinguished_from_waiting_for_units() -> No
     job = on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
     quick, slow = exposures(histories(record(job)))
     unit_s = 4 * sum(SIZES) * 1e-6
-    assert (quick.held_s, quick.moving_s) == pytest.approx((sum(DURATIONS), unit_s))
-    assert (slow.held_s, slow.moving_s) == pytest.approx((0.0, unit_s), abs=1e-9)
+    slower_s, copy_s = sum(DURATIONS) - 0.001, 0.001  # the quick rank copies, too, before it waits
+    assert caused(quick) == {
+        ExposureCause.SLOW_RANK: slower_s,
+        ExposureCause.COPY: copy_s,
+        ExposureCause.TRANSFER: unit_s,
+    }
+    assert quick.slower_s == pytest.approx({1: slower_s})
+    assert caused(slow) == {ExposureCause.TRANSFER: unit_s}
+
+
+def caused(exposure: RankExposure) -> dict[ExposureCause, object]:
+    return {cause: pytest.approx(seconds) for cause, seconds in exposure.seconds.items() if seconds > 1e-6}
+
+
+def with_slow_copies(rank: int) -> JobModel:
+    def slower(own: int, program: Program) -> Program:
+        copies = Activity.COPY
+        return tuple(replace(one, seconds=0.06) if own == rank and one.activity is copies else one for one in program)
+
+    return on_one_host(cuts=(4,), seconds_per_byte=1e-9).changed(program=slower)
+
+
+CAUSES = [
+    (
+        "a slow rank, although units are in flight meanwhile",
+        over_a_link(slow={0: 3.0}, cuts=(1, 2, 3, 4), link=LinkModel(alpha_s=1e-3, throughput=(2e6,))),
+        ExposureCause.SLOW_RANK,
+        "rank 0, which computes longer",
+    ),
+    ("a slow link", over_a_link(cuts=(4,)), ExposureCause.TRANSFER, "the network"),
+    (
+        "one stream for many units",
+        over_a_link(cuts=(1, 2, 3, 4), streams=1, link=LinkModel(alpha_s=1e-3, throughput=(3e4,))),
+        ExposureCause.QUEUE,
+        "the network",
+    ),
+    (
+        "units that cost processor time",
+        on_one_host(cuts=(4,), seconds_per_byte=1e-5),
+        ExposureCause.TRANSFER,
+        "communication on one host",
+    ),
+    ("slow copies of one rank", with_slow_copies(1), ExposureCause.COPY, "copies of gradients"),
+]
+
+
+@pytest.mark.parametrize(("job", "cause", "words"), [one[1:] for one in CAUSES], ids=[one[0] for one in CAUSES])
+def test_the_headline_names_the_cause_that_was_injected(
+    tmp_path: Path, job: JobModel, cause: ExposureCause, words: str
+) -> None:
+    found = findings(written(tmp_path / "job", record(job)))
+    totals = {each: sum(one.seconds[each] for one in found.exposures) for each in ExposureCause}
+    assert max(totals, key=lambda each: totals[each]) is cause
+    assert next(sentences(found)).startswith(f"Training waits for {words}: {ms(found.exposed_s)} of a step")
+    for one, parts_ in zip(found.exposures, step_parts(found.histories), strict=True):
+        assert one.exposed_s == pytest.approx(parts_.seconds.get(TimeKind.EXPOSED, 0.0))
+
+
+def test_a_rank_that_only_begins_later_is_not_said_to_compute_longer(tmp_path: Path) -> None:
+    job = replace(on_one_host(cuts=(4,), seconds_per_byte=1e-9, iterations=1), begin_s={1: 0.05})
+    found = findings(written(tmp_path / "job", record(job)))
+    assert next(sentences(found)).startswith("Training waits for rank 1, which is behind the others: ")
+
+
+def test_a_wait_stays_one_although_another_rank_recorded_its_issue_too_late() -> None:
+    exact = record(on_one_host(slow={0: 3.0}, cuts=(4,), seconds_per_byte=1e-9))
+    late = with_iterations(exact, issued_later, 0)
+    expected, found = (exposures(histories(one))[1] for one in (exact, late))
+    assert expected.exposed_s > 0.15
+    assert found.exposed_s == pytest.approx(expected.exposed_s, abs=0.005)
+    assert found.slower_s[0] == pytest.approx(expected.slower_s[0], abs=0.005)
+
+
+def issued_later(one: RecordedIteration) -> RecordedIteration:
+    units = tuple(unit._replace(issue_s=unit.issue_s + 0.003, done_s=unit.done_s + 0.003) for unit in one.units)
+    return replace(one, units=units)
+
+
+def test_ranks_that_are_slow_by_turns_are_not_blamed_alone(tmp_path: Path) -> None:
+    first, second = (
+        on_one_host(ranks=2, slow={rank: 3.0}, cuts=(4,), seconds_per_byte=1e-9, iterations=1) for rank in (0, 1)
+    )
+    job = replace(first, iterations=(*first.iterations, *second.iterations))
+    found = findings(written(tmp_path / "job", record(job)))
+    assert next(sentences(found)).startswith("Training waits for slower ranks, not always the same: ")
 
 
 def test_units_that_end_after_the_backward_pass_are_late() -> None:
@@ -132,7 +217,7 @@ def test_the_main_result_is_described_in_a_few_sentences(tmp_path: Path) -> None
 
 def test_the_first_sentence_reports_that_nothing_is_waited_for_or_certain(tmp_path: Path) -> None:
     found = findings(written(tmp_path / "job", record(on_one_host())))
-    hidden = next(sentences(replace(found, exposed_s=0.0, answers=())))
+    hidden = next(sentences(replace(found, exposures=(RankExposure(0, {}, {}),), answers=())))
     assert hidden == (
         "Training does not wait for communication on one host (0.0 % of a step); none of the simulated changes is sure "
         "to help."
@@ -362,7 +447,7 @@ def test_an_unreadable_input_or_unwritable_output_gets_one_sentence(
 ) -> None:
     folder = written(tmp_path / "job", record(on_one_host()))
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
-    assert "the output file with the report cannot be written" in capsys.readouterr().err
+    assert "the report cannot be written to the output file" in capsys.readouterr().err
     (folder / JOB_FILE).unlink()
     assert main(["report", str(folder)]) == 1
     err = capsys.readouterr().err

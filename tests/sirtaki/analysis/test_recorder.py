@@ -75,7 +75,7 @@ def test_an_impossible_recording_is_rejected(monkeypatch, tmp_path) -> None:
         pass
     asked = SimpleNamespace(settings=SimpleNamespace(profile=None))
     monkeypatch.setattr(profiling, "current", lambda: asked)
-    with pytest.raises(ValueError, match="must be at least 1, found 0"), profile(tmp_path, iterations=0):
+    with pytest.raises(ValueError, match="expected at least 1, found 0"), profile(tmp_path, iterations=0):
         pass
     asked.settings.profile = ProfileRequest(folder=str(tmp_path), iterations=2, operators=False)
     monkeypatch.setattr(profiling, "_from_environment", None)

@@ -204,8 +204,11 @@ def test_a_folder_with_nothing_to_show_is_an_error(tmp_path: Path) -> None:
         folder.read_folder(tmp_path / "nowhere")
     with pytest.raises(RecordingError, match="it is not a recording"):
         folder.read_folder(tmp_path)
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(RecordingError, match=r"is a file, but a recording is a folder.*`sirtaki plan`"):
+        folder.read_folder(tmp_path / "log.jsonl")
     folder.write_rank(tmp_path, recordings.rank(0))
-    with pytest.raises(RecordingError, match=r"files of 1 ranks, but no file job.json"):
+    with pytest.raises(RecordingError, match=r"files of 1 rank, but no file job.json"):
         folder.read_folder(tmp_path)
     folder.rank_path(tmp_path, 0).unlink()
     folder.write_job(tmp_path, recordings.job())

@@ -32,8 +32,8 @@ def test_an_aggregator_that_does_not_answer_is_reported(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--port", "70000"], "--port must be from 0 to 65535, found --jobs 16 and --port 70000"),
-        (["--jobs", "0"], "--jobs must be at least 1"),
+        (["--port", "70000"], "--port: expected 0 to 65535, found 70000"),
+        (["--jobs", "0"], "--jobs: expected at least 1"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:9500"),
         (["--status", "nowhere"], "must be HOST:PORT"),
     ],

@@ -80,7 +80,7 @@ def test_on_this_machine_every_section_answers():
     )
     said = json.loads(found.stdout)
     assert {finding["section"] for finding in said["findings"]} == {
-        "versions", "MPI", "machine", "transports", "GPU", "settings", "registry",
+        "versions", "MPI", "machine", "transports", "GPU", "attach", "settings", "registry",
     }  # fmt: skip
     assert found.returncode == int(any(finding["problem"] for finding in said["findings"]))
     assert all(bool(finding["problem"]) == bool(finding["remedy"]) for finding in said["findings"])

@@ -190,7 +190,7 @@ def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
     status, out, err = asked(folder, capsys)
     assert (status, err) == (0, "")
     assert out.startswith(
-        "The job had 3 rank(s) on 3 host(s); 2 iteration(s) were recorded.\n"
+        "The job had 3 ranks on 3 hosts; 2 iterations were recorded.\n"
         "The job's communication plan was: gloo flat, 1 B units, 2 streams.\n"
     )
     lines = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in ("iteration", "forward")}
@@ -200,12 +200,18 @@ def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
 
 
 def test_all_questions_are_answered_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = asked(folder, capsys, "--ranks", "6", "--streams", "1", "--unit-mib", "1", "--no-straggler")
-    assert "the plan were units of 1 MiB, 1 streams, no rank were slower than most, there were 6 ranks: " in out
+    _, out, _ = asked(folder, capsys, "--streams", "1", "--unit-mib", "1", "--no-straggler")
+    assert "the plan were units of 1 MiB, 1 streams, no rank were slower than most: " in out
     assert "% more" in out or "% less" in out
-    _, slower, _ = asked(folder, capsys, "--link-gbit", "0.0001", "--json")
-    (answer,) = json.loads(slower)["what_if"]
-    assert answer["gain"] < -1
+
+
+@pytest.mark.parametrize("question", [("--ranks", "6"), ("--link-gbit", "1", "--batches", "2")])
+def test_questions_about_other_clusters_are_for_plan(
+    question: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = asked(folder, capsys, *question)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "`sirtaki plan LOG --ranks N --link-gbit G` predicts other numbers of ranks and other networks" in err
 
 
 def test_throughput_is_reported_for_batches_of_other_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,10 +227,10 @@ def test_throughput_is_reported_for_batches_of_other_sizes(folder: Path, capsys:
     assert exposed[0] > 0.1
     assert exposed[-1] < 0.01
     assert all(row["low_s"] <= row["iteration_s"] <= row["high_s"] for row in rows)
-    _, out, _ = asked(folder, capsys, "--batches", "1", "--link-gbit", "1000", "--json")
+    _, out, _ = asked(folder, capsys, "--batches", "1", "--no-straggler", "--json")
     told = json.loads(out)
-    assert told["changed"] == "links had 1000 Gbit/s"
-    assert told["batches"][0]["throughput"] > 1.0
+    assert told["changed"] == "no rank were slower than most"
+    assert told["batches"][0]["throughput"] >= 1.0
     with pytest.raises(SystemExit):
         asked(folder, capsys, "--batches", "0")
 
@@ -247,7 +253,7 @@ def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert (status, "the plan were" in out) == (0, True)
     path.write_text("{}")
     status, _, err = asked(folder, capsys, "--plan", str(path))
-    assert (status, "is not a communication plan" in err) == (1, True)
+    assert (status, "cannot be read (KeyError" in err) == (1, True)
 
 
 def test_a_plan_that_cannot_be_replayed_is_rejected_with_the_reason(
@@ -256,7 +262,7 @@ def test_a_plan_that_cannot_be_replayed_is_rejected_with_the_reason(
     one = written(tmp_path / "one", record(on_one_host(cuts=(4,))))
     status, out, err = asked(one, capsys, "--unit-mib", "0.002")
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "the step time cannot be predicted by simulation if the plan were units of 0.002 MiB, " in err
+    assert "the step time cannot be simulated if the plan were units of 0.002 MiB: " in err
     assert "smaller units" in err
     status, out, err = optimized(one, capsys)
     assert (status, err) == (0, "")
@@ -273,7 +279,7 @@ def test_missing_parts_are_reported_and_the_rest_is_shown(
 ) -> None:
     rank_path(folder, missing).unlink()
     status, out, err = asked(folder, capsys, "--streams", "1", "--unit-mib", "1")
-    assert (status, "What if" in out, "2 rank(s) on 2 host(s)" in out) == (0, True, True)
+    assert (status, "What if" in out, "2 ranks on 2 hosts" in out) == (0, True, True)
     assert f"rank {missing} of 3 is missing" in err
 
 
@@ -296,9 +302,6 @@ def test_nonsense_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest
     assert "cost of transport mpi with algorithm flat is unknown" in err
     with pytest.raises(SystemExit):
         asked(folder, capsys, "--ranks", "none")
-    one = written(tmp_path / "one", record(on_one_host()))
-    status, _, err = asked(one, capsys, "--link-gbit", "1")
-    assert (status, "all recorded ranks ran on one host" in err) == (1, True)
 
 
 # ── optimize ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -410,7 +413,7 @@ def test_a_traced_step_of_sharded_training_is_asked_for_the_worth_of_memory(
 def test_bad_input_gets_one_sentence(drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert optimized(tmp_path, capsys)[0] == 1
     status, _, err = optimized(drawn, capsys, "-o", str(tmp_path / "no" / "where.json"))
-    assert (status, err.count("\n"), "the output file with the plan cannot be written" in err) == (1, 1, True)
+    assert (status, err.count("\n"), "the plan cannot be written to the output file" in err) == (1, 1, True)
     bare = recordings.with_iterations(record(on_one_host()), lambda one: replace(one, units=(), ready=()))
     status, _, err = optimized(written(tmp_path / "bare", bare), capsys)
     assert (status, "so there is no communication plan" in err) == (1, True)
@@ -473,7 +476,7 @@ def test_a_remedy_that_meets_a_budget_is_reported(with_memory: Path, capsys: pyt
 
 def test_with_a_remedy_no_unproved_time_is_reported(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = optimized(with_memory, capsys, "--memory-budget", "2.5K")
-    assert "How long a step takes with one of these changes is known only after you run a job with it." in out
+    assert "The step time with these changes is not predicted; to measure it, run a job with one of them." in out
     assert " ms" not in out.split("\nNote: ")[0]
     assert "% of the step" not in out
     found = json.loads(optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")[1])
@@ -532,7 +535,7 @@ def test_chakra_traces_are_numbered_from_0_and_their_ranks_are_reported(
     told = capsys.readouterr()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["job.0.et", "job.1.et"]
     assert "2 iterations of 2 ranks" in told.out
-    assert "in the order of their numbers, the files belong to ranks 0 and 2" in told.out
+    assert "the files are those of ranks 0 and 2" in told.out
     assert "rank 1 of 3 is missing" in told.err
     assert not (folder / TRACE_FILE).exists()
 

@@ -55,6 +55,8 @@ def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(l
     (boxes,) = plots[4].traces
     assert boxes["y"] == ["compute", "stream 0", "stream 1"]  # the backward pass and two units
     assert boxes["x"][0] == pytest.approx(30.0)
+    axis = plots[4].layout["yaxis"]
+    assert (axis["categoryarray"], axis["dtick"]) == (["compute", "stream 0", "stream 1"], 1)
 
 
 def test_the_terminal_shows_the_same_facts_as_the_page(log_of, tmp_path, capsys):
@@ -219,6 +221,18 @@ def test_every_prediction_is_drawn_against_its_measurement_and_a_distrusted_mode
     assert "From iteration 6 on that was too little to believe it, so planners were not asked." in page
 
 
+def test_every_line_and_every_arm_has_a_legend_and_an_arm_without_trials_and_credit_has_no_row(log_of):
+    idle = [{**record, "auc": {**record["auc"], "dpro": 0.0}} for record in JOB[:-1]]
+    records = [predicted(idle[0], 0.21), predicted(idle[1], 0.05), *idle[2:], RESULT]
+    page = render(read_log(log_of(MODEL, *records)))
+    trials, _, _, predictions, *_ = figures(page)
+    assert "dpro" not in credits_of(page)
+    assert [trace["name"] for trace in predictions.traces] == ["predicted exactly", "default", "grid"]
+    assert predictions.layout.get("showlegend", True)
+    dashes = [trace["line"]["dash"] for trace in trials.traces if trace["name"] in ("untuned", "bound")]
+    assert len(set(dashes)) == 2
+
+
 def test_a_trial_is_a_dot_in_its_arms_row_and_a_repetition_in_the_finals_is_none(log_of):
     def dots(*records):
         return len(figures(render(read_log(log_of(*records))))[2].texts())
@@ -247,7 +261,10 @@ def test_a_kept_setting_that_is_not_the_fastest_is_explained(log_of):
     ]
     page = render(read_log(log_of(*JOB[:-1], lucky, *finals, RESULT)))
     assert "The first row is not what was kept: of many measurements, one is short by luck." in page
-    assert "took: gloo flat, 512 KiB units, 4 streams 100 ms, gloo flat, 64 KiB units, 1 stream 120 ms" in page
+    assert (
+        "communication times of: gloo flat, 512 KiB units, 4 streams 100 ms, gloo flat, 64 KiB units, 1 stream 120 ms"
+        in page
+    )
     assert "The first row is not" not in render(read_log(log_of(*JOB)))
 
 
@@ -318,16 +335,21 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
     plots = figures(page)
     # On a busy machine the probes of a route may be too far from any model; a setting on it has no timeline then.
     known = {(link["transport"], link["algorithm"]) for link in model["links"]}
-    shown = [(record["knobs"]["transport"], record["knobs"]["algorithm"]) for record in (trials[0], records[-1])]
+    shown = {json.dumps(record["knobs"]): record["knobs"] for record in (trials[0], records[-1])}  # default, winner
+    timelines = sum((knobs["transport"], knobs["algorithm"]) in known for knobs in shown.values())
     has_predictions = any(trial["predicted_s"] for trial in trials)
-    timelines = 1 + (trials[0]["knobs"] != records[-1]["knobs"])  # the default's; the winner's if that is another
     # Trials, who proposed what, credits, predictions, timelines.
-    assert len(plots) == 3 + has_predictions + timelines * (known >= set(shown))
+    assert len(plots) == 3 + has_predictions + timelines
 
     capsys.readouterr()
     described = ["--ranks", "2,64", "--link-gbit", "25", "--flow-gbit", "10"]
-    assert main(["plan", str(log), *described, "--json", "--plot", str(forecast)]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    status = main(["plan", str(log), *described, "--json", "--plot", str(forecast)])
+    out, err = capsys.readouterr()
+    if status:  # The model of a job on a busy machine may be too inaccurate.
+        assert "does not suffice to predict this job: " in err
+        return
+    rows = json.loads(out)
+    assert all(row["low_s"] <= row["iteration_s"] <= row["high_s"] for row in rows)
     assert {row["ranks"] for row in rows} == {2, 64}
     assert all(row["iteration_s"] > model["profile"]["forward_s"] for row in rows)
     assert len(figures(forecast.read_text())) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.knob_search import KnobSearch
 from sirtaki.engine.tuning.plans import Carried, CarriedTuning, key_of
-from sirtaki.engine.tuning.report import describe_change, describe_progress, describe_result
+from sirtaki.engine.tuning.report import describe_change, describe_progress, describe_result, tuning_ahead
 from sirtaki.engine.tuning.trial_log import StepTime
 from sirtaki.measures import Gain, LinkModel
 from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
@@ -67,11 +68,25 @@ def made(
     make_model: Callable[[], PlanningModel | None] = lambda: None,
     before: Sequence[Carried] = (),
     place: Sequence[int] = (),
+    registry: Path | None = None,
+    warmup_iterations: int = 100,
+    saturates: bool = False,
 ) -> KnobJob:
-    """Return a new job without registry; with the usual arms unless others are given."""
-    settings = Settings(registry=REGISTRY_OFF, trial_log=None if log is None else str(log))
-    cache = TuningCache(settings, [], ["host"] * 2)
-    search = KnobSearch(settings, cache, default=DEFAULT, arms=arms or None, discarded_iterations=1, presumed=presumed)
+    """Return a new job, without registry unless its path is given, and with the usual arms unless others are given."""
+    path = REGISTRY_OFF if registry is None else str(registry)
+    settings = Settings(registry=path, trial_log=None if log is None else str(log), warmup_iterations=warmup_iterations)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(8)))
+    cache = TuningCache(settings, list(model.parameters()), ["host"] * 2)
+    model(torch.zeros(1, 8))
+    search = KnobSearch(
+        settings,
+        cache,
+        default=DEFAULT,
+        arms=arms or None,
+        discarded_iterations=1,
+        presumed=presumed,
+        saturates=saturates,
+    )
     return KnobJob(search, LAYOUTS, space, make_model=make_model, before=before, place=place)
 
 
@@ -106,6 +121,24 @@ def test_a_warm_up_begins_with_the_default_and_ends_with_the_found_setting(
     assert "4.00× faster" in caplog.text
     job.search_of_knobs.remember(None)
     assert '"event": "result"' in (tmp_path / "log").read_text()
+
+
+def test_if_the_default_fills_the_links_the_search_ends_early_and_states_the_cost_compared_with_ddp(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    job = made(saturates=True)
+    job.refine_until = 10_000
+    job.begin()
+    run(job, {DEFAULT: 1.0} | dict.fromkeys(SPACE.contrasts(DEFAULT), 1.02))
+    assert job.running == DEFAULT
+    assert (
+        "tuned in 15 steps with 5 settings: communication takes 1000 ms; the default stays (none of 4 clearly "
+        "different settings was faster, so the search ended early); 32 all-reduces per step instead of DDP's 3"
+    ) in caplog.text
+    n_measured = len(job.assignments)
+    job.train(2000, lambda knobs: 1.0)
+    assert len(job.assignments) == n_measured  # no refinement tries anything
 
 
 def test_a_better_setting_replaces_the_current_one_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,6 +277,46 @@ def test_an_earlier_generations_setting_that_cannot_run_is_replaced_by_the_defau
     assert (job.running, job.kept, job.searched) == (DEFAULT, True, False)
 
 
+def tried_in(job: KnobJob) -> set[Knobs]:
+    """Return the settings that were proposed and measured."""
+    return {assignment.knobs for assignment, _ in job.assignments if assignment.purpose is Purpose.TRIAL}
+
+
+def with_more_streams_faster(knobs: Knobs) -> float:
+    return 1.0 / knobs.streams
+
+
+def test_refinement_continues_after_a_restart_without_measuring_settings_again() -> None:
+    before = Trial(arm="one", knobs=WINNER.but(streams=2), iterations=2, span_s=0.5)
+    job = made(before=[carried(WINNER, settled=True, trials=(before,))], place=HERE)
+    job.refine_until = 1000
+    job.begin()
+    job.train(700, with_more_streams_faster)
+    assert job.running.streams == 8
+    assert tried_in(job)
+    assert before.knobs not in tried_in(job)
+
+
+def test_the_next_job_starts_with_a_refined_setting_and_its_trials(tmp_path: Path) -> None:
+    registry, kept, tried = tmp_path / "registry.db", list[Knobs](), list[set[Knobs]]()
+    for number in range(3):
+        job = made(registry=registry, warmup_iterations=6)
+        job.refine_until = 1000
+        job.begin()
+        if number:
+            assert not job.searched
+        job.train(90 if number else 700, with_more_streams_faster)
+        job.search_of_knobs.remember(job.controller.release(job))
+        kept.append(job.running)
+        tried.append(tried_in(job))
+    assert kept[0].streams == 8
+    assert kept[0] in tried[0]
+    assert kept[1] == kept[0]
+    assert tried[1]
+    assert not tried[1] & tried[0]
+    assert not tried[2] & (tried[1] | tried[0])
+
+
 def test_a_winner_that_is_not_possible_any_more_leads_to_a_new_search() -> None:
     narrow = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2))
     next_generation(carried(WINNER, settled=True), space=narrow)
@@ -297,13 +370,14 @@ def test_progress_is_logged_in_milliseconds_per_step_and_as_not_yet_confirmed() 
     )
     assert nothing.bar().startswith("tuning [.....] 0/250; now measuring the default: ")
     assert describe_progress(session(0.2), USUAL).line() == (
-        "tuning, step 3 of at most 250, at most 74 s more: so far no setting is faster than the default (300 ms); "
+        "tuning, step 3 of at most 250, at most 74 s more: so far no setting is faster than the default "
+        "(step time 300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
     progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)
     assert progress.line().startswith(
         "tuning, step 6 of at most 250, at most 61 s more: best so far, not yet proved: "
-        "50 ms less per step (300 ms → 250 ms); "
+        "50 ms less per step (step time 300 ms → 250 ms); "
         "now"
     )
     assert progress.bar() == "tuning [.....] 6/250; best so far, not yet proved: 50 ms less per step"
@@ -317,10 +391,22 @@ def test_the_result_reports_proofs_and_none_for_a_search_cut_short() -> None:
     assert "not yet proved" in describe_result(found, USUAL, "the search technique two")
     proved = replace(found, gain=Gain(times=4 / 3, low=1.3, high=1.37))
     said = describe_result(proved, USUAL, "the search technique two")
-    assert "communication is 33 % faster, ± 3" in said
-    assert "steps take 250 ms instead of 300 ms (1.20× faster)" in said
+    assert "communication is 33 % faster, ± 3 (150 ms instead of 200 ms)" in said
+    assert "steps take 250 ms instead of 300 ms (1.20× faster, 95 % interval 1.18 to 1.22)" in said
     assert "110 ms instead of 160 ms" in said
     assert "2 streams, proposed by the search technique two" in said
+    kept = replace(found, tuned=False, best_span_s=0.2, iterations_used=1, n_trials=1)
+    assert describe_result(kept, USUAL, "the default").startswith(
+        "tuned in 1 step with 1 setting: communication takes 200 ms, a step 300 ms; the default stays ("
+    )
+
+
+def test_the_steps_announced_for_tuning_are_those_that_its_progress_counts() -> None:
+    budget = 100
+    before = tuning_ahead(Settings(warmup_iterations=budget))
+    search, proof = map(int, re.findall(r"(\d+) (?:further )?steps", before))
+    assert search == budget
+    assert f" of at most {search + proof}, " in describe_progress(session(0.2), USUAL).line()
 
 
 def test_the_reason_of_a_re_tune_is_logged_also_with_an_unknown_ratio() -> None:

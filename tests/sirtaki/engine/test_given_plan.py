@@ -81,11 +81,11 @@ def test_the_part_on_compiled_graphs_is_read_separately(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "is a plan of version 2, but this release of Sirtaki reads version 1"),
-        ({"format": "other"}, "is not a plan written by `sirtaki optimize`"),
-        ({"knobs": {}}, "is not a complete plan"),
-        ({"sizes": [["many"]]}, "is not a complete plan"),
-        ({"ranks": None}, "is not a complete plan"),
+        ({"version": 2}, "expected .*plan', 1.*, found .*, 2"),
+        ({"format": "other"}, "found .*other.* with `sirtaki optimize`"),
+        ({"knobs": {}}, "the communication plan x is invalid"),
+        ({"sizes": [["many"]]}, "the communication plan x is invalid"),
+        ({"ranks": None}, "the communication plan x is invalid"),
     ],
 )
 def test_an_invalid_plan_file_is_rejected_with_a_message(changes: dict[str, Any], words: str) -> None:
@@ -94,16 +94,13 @@ def test_an_invalid_plan_file_is_rejected_with_a_message(changes: dict[str, Any]
 
 
 def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan file .*nowhere .* cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the communication plan .*nowhere cannot be read"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
-    with pytest.raises(ConfigError, match="is not a plan, because it is not JSON"):
+    with pytest.raises(ConfigError, match="broken cannot be read"):
         given_to_all(ranks(), str(tmp_path / "broken"))
     assert given_to_all(ranks(), str(tmp_path / "nowhere"), ranks_stay=False) is None
-    assert (
-        f"Sirtaki ignores it: the plan file {tmp_path}/nowhere (communication plan of `sirtaki optimize`) cannot be "
-        "read: No such file or directory" in caplog.text
-    )
+    assert f"Sirtaki ignores it: the communication plan {tmp_path}/nowhere cannot be read" in caplog.text
     assert given_to_all(ranks(), None) is None
     assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
 
@@ -148,9 +145,7 @@ def test_gradients_may_be_ready_in_another_order(caplog: pytest.LogCaptureFixtur
         in caplog.text
     )
     torn = replace(GIVEN, knobs=KNOBS.but(cuts=(Cut(stop=7),)))
-    assert "does not fit: the units (buckets) of a communication plan cover 7 gradient elements" in torn.misfit(
-        LAYOUTS, 4, SPACE
-    )
+    assert "does not fit: the communication plan is for 7 gradient elements" in torn.misfit(LAYOUTS, 4, SPACE)
 
 
 test_a_job_takes_it = played_on_ranks(

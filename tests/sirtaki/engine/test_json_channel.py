@@ -1,5 +1,6 @@
 """Messages arrive complete and in order, in any pieces. Invalid data ends the connection."""
 
+import secrets
 import selectors
 import socket
 import struct
@@ -50,11 +51,21 @@ def test_messages_arrive_complete_in_any_pieces(ends: tuple[JsonChannel[Count], 
         channel.receive()
 
 
+def test_a_long_list_is_sent_compressed(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
+    channel, other = ends
+    sent = Count(1, "rank " * 100_000)
+    data = encoded(sent)
+    assert len(data) < 10_000
+    other.sendall(data + encoded(Count(2)))
+    assert channel.receive() == [sent, Count(2)]
+
+
 @pytest.mark.parametrize(
     ("data", "named"),
     [
         (framed(b"no JSON"), "malformed"),
         (framed(b"[1]"), "array"),
+        (framed(b"x is not compressed"), "while decompressing"),
         (framed(b"\xff{}"), "malformed"),
         (struct.pack("<I", LONGEST_BYTES + 1), f"{LONGEST_BYTES + 1} bytes"),
         (encoded(Other()), "Other"),
@@ -73,7 +84,7 @@ def test_an_unknown_or_damaged_message_ends_the_connection_with_its_name(
 
 def test_a_peer_that_does_not_read_does_not_block_the_sender(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
     channel, other = ends
-    message = Count(1, "x" * 1_000_000)
+    message = Count(1, secrets.token_hex(500_000))
     channel.send(message)
     reader, found = JsonChannel(other, Count), list[Count]()
     with selectors.DefaultSelector() as events:

@@ -38,12 +38,12 @@ SRUN = {
         (
             {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"},
             1,
-            "OMPI_COMM_WORLD_SIZE=4, .*sirtakirun -np 4",
+            "started 4 ranks .OMPI_COMM_WORLD_SIZE., .*sirtakirun -np 4",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "MPI_COMM_WORLD has size 2"),
-        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 1, "PMI_SIZE=3, "),
+        ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 1, "started 3 ranks .PMI_SIZE., "),
         (SRUN, 1, "srun started 8 tasks.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
-        ({**SRUN, "PMI_SIZE": "8"}, 1, "PMI_SIZE=8,.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
+        ({**SRUN, "PMI_SIZE": "8"}, 1, "started 8 ranks .PMI_SIZE.,.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
         ({**SRUN, "PMIX_RANK": "3"}, 1, "srun started 8 tasks"),
     ],
 )
@@ -117,14 +117,17 @@ def test_tasks_of_srun_meet_at_its_first_node_by_default():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"RANK": "4"}, "RANK=4 must be less than WORLD_SIZE=4"),
-        ({"RANK": "one"}, "RANK='one' must be an integer"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be an integer of at least 1"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+        ({"RANK": "4"}, "RANK: expected less than WORLD_SIZE=4, found 4"),
+        ({"RANK": "one"}, "RANK: expected an integer of at least 0, found 'one'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: expected an integer of at least 1, found '0'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: .* found 'http'"),
         ({"MASTER_ADDR": ""}, r"missing: MASTER_ADDR\. .*torchrun or sirtakirun.*unset RANK"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "missing: MASTER_ADDR, MASTER_PORT"),
-        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 must be less than LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 .* must not exceed WORLD_SIZE=4"),
+        (
+            {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK < LOCAL_WORLD_SIZE .* found LOCAL_RANK=2",
+        ),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE <= WORLD_SIZE=4, .* LOCAL_WORLD_SIZE=8"),
     ],
 )
 def test_variables_that_do_not_fit_together_are_refused(changes, says):

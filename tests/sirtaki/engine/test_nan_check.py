@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,3 +19,13 @@ def test_the_first_rank_parameter_and_iteration_are_named_and_no_later_one(run_r
     assert [line.split(" (")[0] for line in later] == ["rank 0: second.bias", "rank 1: second.bias"]
     assert all("infinite" in line for line in later)
     assert "spoiled: True" in job.stdout
+
+
+def test_without_a_setting_nan_is_reported_once_and_a_log_at_level_trace_has_each_step(
+    run_ranks: Callable[..., Any],
+) -> None:
+    job = run_ranks("nan_loss.py", 2, env={**ENV, "SIRTAKI_CHECK_NAN": "0", "SIRTAKI_LOG": "trace"})
+    (line,) = [line for line in job.stderr.splitlines() if "NaN" in line]
+    assert "the averaged gradient of 2.weight has a NaN or infinite element in step 20" in line
+    steps = re.findall(r"step (\d+)(?: took \S+ ms)?: communication takes \S+ ms, of which", job.stderr)
+    assert list(map(int, steps)) == list(range(1, 31))

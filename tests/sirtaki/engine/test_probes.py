@@ -212,7 +212,7 @@ class NcclRouter:
         self._limits = {ROUTE: streams, **({TREE: on_tree} if on_tree else {})}
         self.routes = tuple(self._limits)
 
-    def max_streams(self, routes: Sequence[Route] | None = None) -> int:
+    def max_streams(self, routes: Sequence[Route] | None = None, *, fixed: bool = False) -> int:
         return min(self._limits[route] for route in routes or self.routes)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
@@ -221,6 +221,7 @@ class NcclRouter:
     def threads(self) -> tuple[int, ...]:
         return 512, 1024
 
+    @property
     def nccl_ways(self) -> tuple[NcclWay, ...]:
         return tuple(NcclWay)
 
@@ -300,6 +301,7 @@ def test_ways_of_nccl_are_probed_on_communicators_of_their_own() -> None:
         minimum=lambda values: values,
         maximum=lambda values: values,
         agree_on_success=lambda problem: None,
+        broadcast=lambda value: value,
     )
     clock = Clock()
     router = Router(control, timeout_s=10.0, device=clock, nccl=TimedOpener(clock))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sirtaki.comm.plan import Algorithm, TransportKind
-from sirtaki.engine.settings import REMOVED, VARIABLES, WITHOUT_EFFECT, ProfileRequest, Settings
+from sirtaki.engine.settings import REMOVED, TRACE, VARIABLES, WITHOUT_EFFECT, ProfileRequest, Settings
 from sirtaki.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def test_an_empty_environment_gives_the_defaults():
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"}, "stall_shutdown_s", 90.0),
         ({"GLOO_SOCKET_IFNAME": "eth0,eth1"}, "gloo_interface", "eth0,eth1"),
         ({"HOROVOD_LOG_LEVEL": "FATAL"}, "log_level", logging.CRITICAL),
-        ({"HOROVOD_LOG_LEVEL": "trace"}, "log_level", logging.DEBUG),
+        ({"HOROVOD_LOG_LEVEL": "trace"}, "log_level", TRACE),
         ({"HOROVOD_LOG_HIDE_TIME": "1"}, "log_time", False),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, "timeline", "DYNAMIC"),
         ({"SIRTAKI_REGISTRY": "off"}, "registry", "off"),

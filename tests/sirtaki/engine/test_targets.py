@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from conformance.tunable import TUNABLE_CHECKS, MakeTarget
+from fakes.meshes import on_planes
 
 from sirtaki.autotune.arms.techniques import GridArm
-from sirtaki.autotune.knobs import KIB, KnobSpace
+from sirtaki.autotune.knobs import KIB, Knobs, KnobSpace
 from sirtaki.autotune.sparse import LEARNING_ITERATIONS, AccessSample, CollectiveCosts, VolumeModel
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.buffers import Reduction
@@ -22,6 +23,7 @@ from sirtaki.engine.rows_target import RowsTarget
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.engine.tuning.overlap import PREPARING, ForwardOverlap
 from sirtaki.engine.tuning.pipeline_target import PipelineTarget
+from sirtaki.engine.tuning.plans import CarriedTuning
 
 REPORT = IterationReport(span_s=1.0, backward_s=1.0)
 SPACE = KnobSpace(
@@ -41,12 +43,14 @@ def rows(control: ControlPlane) -> RowsTarget:
     return target
 
 
-def pipeline(control: ControlPlane) -> PipelineTarget:
+def pipeline(control: ControlPlane, carried: CarriedTuning | None = None) -> PipelineTarget:
     """Return a pipeline whose order was profiled, tuned by grid search."""
     settings = Settings(registry=REGISTRY_OFF, transport=TransportKind.SHARED_MEMORY, warmup_iterations=60)
     params = [torch.nn.Parameter(torch.zeros(64 * KIB)) for _ in range(4)]
     names = [f"p{number}" for number in range(len(params))]
-    target = PipelineTarget(control, settings, params, names, reduction=Reduction(), arms=[GridArm(SPACE)])
+    target = PipelineTarget(
+        control, settings, params, names, reduction=Reduction(), arms=[GridArm(SPACE)], carried=carried
+    )
     target._profiled = IterationReport(span_s=1.0, backward_s=1.0, ready_s=(0.0,) * len(params), profiled=True)
     return target
 
@@ -67,3 +71,40 @@ def overlap(control: ControlPlane) -> ForwardOverlap:
 @pytest.mark.parametrize("check", TUNABLE_CHECKS)
 def test_a_target_meets_the_controllers_contract(check: Callable[[MakeTarget], None], make: Any) -> None:
     check(make)
+
+
+def trained(target: PipelineTarget, iterations: int) -> list[Knobs]:
+    """Train with a pipeline that is the faster, the more streams it uses. Return the settings that ran."""
+    ran, apply = list[Knobs](), target.apply
+
+    def noted(knobs: Knobs) -> None:
+        apply(knobs)
+        ran.append(knobs)
+
+    target.apply = noted  # type: ignore[method-assign]
+    target.measured_s = lambda: 1.0 / target.knobs.streams  # type: ignore[method-assign]
+    target.refine_until = 1000
+    target.controller.begin(target)
+    for _ in range(iterations):
+        if target.controller.searching:
+            target.controller.iteration_ended()
+        else:
+            target.controller.refine(target)
+    return ran
+
+
+def test_an_elastic_job_refines_its_setting_after_a_restart_with_the_trials_before_it() -> None:
+    def on_rank(control: ControlPlane) -> tuple[list[Knobs], list[Knobs], int]:
+        carried = CarriedTuning()
+        first, second = (pipeline(control, carried) for _ in range(2))
+        before = trained(first, 200)
+        carried.going_on = True
+        first.close()
+        (left,) = carried.of(first._key)
+        return before, trained(second, 200), len(left.trials)
+
+    (before, after, n_trials), (*others, _) = on_planes(2, on_rank)
+    assert others == [before, after]
+    assert n_trials > 2
+    assert after[0] == before[-1]
+    assert len(after) > 1

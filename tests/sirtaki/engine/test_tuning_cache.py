@@ -29,7 +29,7 @@ from sirtaki.engine.tuning.cache import (
 from sirtaki.measures import Gain, LinkModel
 from sirtaki.registry.cluster import Topology
 from sirtaki.registry.opening import open_store
-from sirtaki.registry.schema import JobRecord, Provenance, make_key
+from sirtaki.registry.schema import JobRecord, Provenance, local_time, make_key
 from sirtaki.registry.warm_start import WarmStart
 
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
@@ -118,10 +118,13 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
     found = again.look_up([layout], SPACE)
     assert found.exact is not None
     assert found.exact.knobs == KNOBS
+    assert f"in the registry {path} (entry {first.id[:8]}, stored {local_time(first.created_s)})" in found.message
     assert again.first_proposals([layout], SPACE, None) == []
     checked = replace(WINNER, arm="registry", n_trials=2)
-    assert again.keep(checked, TRIALS[:2], complete=True, links={})
+    told = again.keep(checked, [*found.history, *TRIALS[:2]], complete=True, links={})
+    assert told == f"stored in the registry {path} (entry {first.id[:8]})"
     second = only_entry(path)
+    assert len(second.trials) == 5
     assert second.id == first.id
     assert (second.arm, second.n_trials, second.link) == ("grid", 5, first.link)
 
@@ -169,6 +172,9 @@ def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(pa
     assert (hit.exact, hit.history) == (None, ())
     slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, slow))
+    entry = only_entry(path)
+    assert f"entry {entry.id[:8]}, stored " in proposal.message
+    assert f"(registry {path})" in proposal.message
     assert proposal.message.startswith(
         "Sequential on 4 ranks on 4 hosts: starting from a similar job's setting (Sequential on 2 ranks on 2 hosts"
     )
@@ -307,7 +313,7 @@ def test_proposals_that_the_model_predicts_to_be_slow_are_dropped_and_logged(cap
             [start(POOR, name="Poor"), start(plan, name="Good")], layouts=[LAYOUT], space=SPACE, model=MODEL
         )
     assert [proposal.knobs for proposal in found] == [plan]
-    assert "the tuner skips an earlier job's setting, because" in caplog.text
+    assert "the tuner skips the stored setting of another job, because" in caplog.text
     assert "the best known setting; skipped setting: Poor" in caplog.text
 
 
@@ -325,4 +331,4 @@ def test_a_route_that_was_not_measured_cannot_be_judged() -> None:
 def test_an_entry_with_units_that_do_not_fit_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     broken = start(GOOD.but(cuts=(Cut(stop=7),)))
     assert first_proposals([broken], layouts=[LAYOUT], space=SPACE, model=None) == []
-    assert "Sirtaki ignores the entry" in caplog.text
+    assert "Sirtaki ignores the stored tuning result" in caplog.text

@@ -58,7 +58,7 @@ def test_a_remembered_setting_is_where_a_short_search_begins_if_the_link_has_cha
     assert "found Sequential" in again
     assert "bandwidth has changed" not in again
     slower, tried = said(0.1, "slower")
-    assert "bandwidth has changed: Sirtaki starts a short search from this setting" in slower
+    assert "bandwidth has changed; Sirtaki starts a short search of at most" in slower
     assert tried > 2
 
 
@@ -163,7 +163,7 @@ def test_a_registry_full_of_garbage_is_quarantined_with_a_warning(run_ranks: Run
     registry.write_bytes(b"this is no database " * 1000)
     env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "26"}
     job = run_ranks("tuning.py", 2, 80, env=env)
-    assert "Sirtaki renamed it to" in job.stderr
+    assert "Sirtaki renamed its file to" in job.stderr
     assert job.stdout.count("done") == 2
     assert any(b"this is no database" in path.read_bytes() for path in tmp_path.glob("registry.db.broken*"))
 

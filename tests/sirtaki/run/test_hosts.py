@@ -55,7 +55,7 @@ def test_an_invalid_host_is_rejected_with_the_expected_form(text):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a slots=2\nb slots=many\n", "in line 2 of .* must be an integer of at least 1, found 'many'"),
+        ("a slots=2\nb slots=many\n", "in line 2 of .* expected an integer from 1 to .* found 'many'"),
         ("a slots=2\n\nb max_slots=3 slots=2\n", "line 3"),
         ("# nothing\n", "names no host"),
         ("", "names no host"),

@@ -141,6 +141,21 @@ def test_an_error_that_all_ranks_raise_is_shown_once_with_its_remedy(launch, tmp
     assert "No module named 'horovod'; with --as-horovod `import horovod` imports Sirtaki" in job.stderr
 
 
+def test_an_invalid_setting_is_reported_with_the_line_of_the_script_and_without_a_traceback(launch, tmp_path):
+    (script := tmp_path / "script.py").write_text(
+        "from sirtaki.engine.settings import Settings\nSettings.from_environ({'SIRTAKI_STREAMS': 'many'})\n"
+    )
+    job = launch("-np", 2, "python", script)
+    assert "Traceback" not in job.stderr
+    lines = [line for line in job.stderr.splitlines() if "the same error" not in line]
+    assert [line[4:] for line in lines[:2]] == [
+        "sirtaki.errors.ConfigError: the setting SIRTAKI_STREAMS='many' is invalid; accepted values: a whole number "
+        "from 1",
+        f"raised by line 2 of {script}",
+    ]
+    assert re.fullmatch(r"sirtakirun: rank . on \S+ failed \(ConfigError: .*\); ending all ranks", lines[2])
+
+
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.integration)]
@@ -330,6 +345,13 @@ def test_a_process_that_a_rank_forks_may_end_as_it_likes(launch, tmp_path):
 
 
 @pytest.mark.integration
+def test_ranks_write_no_colours_into_a_file(launch, tmp_path):
+    (tmp_path / "script.py").write_text("from rich.console import Console\nConsole().print('slow', style='bold red')\n")
+    job = launch("-np", 2, "python", "script.py")
+    assert sorted(job.stdout.splitlines()) == ["[0] slow", "[1] slow"], job.stderr
+
+
+@pytest.mark.integration
 def test_an_unchanged_ddp_script_runs(launch, tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch, torch.distributed as dist\n"
@@ -358,10 +380,11 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
 @pytest.mark.integration
 def test_files_of_a_killed_launchers_mpiexec_and_ranks_are_removed(environ, script):
     """The launcher, which would clean up, is killed with them."""
+    earlier = set(Path(tempfile.gettempdir()).glob("ompi.*"))  # of other jobs, whose process ids may come again
     with hanging(environ, script) as job:
         own = left_behind(environ)
         segments = set().union(*(mapped_segments(pid) for pid in own))
-        folders = [Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in own]
+        folders = {Path(tempfile.gettempdir()) / f"ompi.{pid}" for pid in own} - earlier
         assert any(path.exists() for path in [*segments, *folders])
         (janitor,) = [pid for pid in own if "leftovers" in Path(f"/proc/{pid}/cmdline").read_text()]
         time.sleep(2.0)  # it looks now and then

@@ -159,11 +159,11 @@ def test_a_rank_that_stays_stopped_is_named_once(capfd, stopped_pid, monkeypatch
 
 @pytest.mark.lengthy
 def test_a_start_continues_while_ranks_arrive_or_compute():
-    arriving = "".join(f"sleep 0.4; {say(RankEvent.STARTED, rank=rank, pid=os.getpid())}" for rank in range(4))
-    assert run(arriving, ranks=4, start_timeout_s=0.8) == 0
-    computes = [sys.executable, "-c", "import time; b = time.time()\nwhile time.time() < b + 2: pass"]
+    arriving = "".join(f"sleep 0.5; {say(RankEvent.STARTED, rank=rank, pid=os.getpid())}" for rank in range(6))
+    assert run(arriving, ranks=6, start_timeout_s=2.5) == 0
+    computes = [sys.executable, "-c", "import time; b = time.time()\nwhile time.time() < b + 3: pass"]
     computing = f"{computes[0]} {computes[1]} '{computes[2]}'; {say(RankEvent.STARTED, pid=os.getpid())}"
-    assert run(computing, start_timeout_s=0.8) == 0
+    assert run(computing, start_timeout_s=2.5) == 0
 
 
 @pytest.mark.lengthy

@@ -285,7 +285,7 @@ def test_without_a_size_the_plan_and_the_place_decide(
 
 
 def test_an_impossible_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="must be positive, not 0"):
+    with pytest.raises(ValueError, match="expected a positive number, found 0"):
         hvd.early_gradients(part_bytes=0)
     monkeypatch.setitem(sys.modules, "torch._dynamo.backends.distributed", None)
     with pytest.raises(ConfigError, match=r"torch\.compile is not available in this environment"):

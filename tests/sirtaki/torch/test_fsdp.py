@@ -10,19 +10,16 @@ import torch
 from conftest import RunRanks
 from msgspec import structs
 from rank_jobs import OVER_MESH, Job, Play, RankCase, integration, on_ranks, slow
-from torch.distributed.fsdp import FSDPModule
 
 from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.shard_search import shard_session
 from sirtaki.autotune.sharded import ShardKnobs, ShardSpace
 from sirtaki.cli.__main__ import main
 from sirtaki.engine.tuning.report import WHOLE_STEPS, describe_progress, describe_steps
-from sirtaki.errors import ConfigError
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.schema import ShardsRecord
-from sirtaki.torch import fsdp
 
-SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off"}
+SHARED = {**OVER_MESH, "SIRTAKI_REGISTRY": "off", "SIRTAKI_REFINE_UNTIL": "0"}
 SOCKETS = {**SHARED, "SIRTAKI_TRANSPORT": "gloo"}
 
 JOBS = (
@@ -95,12 +92,13 @@ def test_progress_reports_times_remaining_steps_and_that_nothing_is_confirmed() 
     assert line == f"tuning, step 0 of at most 250: now measuring the default: {untuned}"
     line = describe_progress(search(1.2, 3), WHOLE_STEPS).line()
     assert line.startswith(
-        "tuning, step 3 of at most 250, at most 74 s more: so far no setting is faster than the default (300 ms); "
+        "tuning, step 3 of at most 250, at most 74 s more: so far no setting is faster than the default "
+        "(step time 300 ms); "
         "now trying: "
     )
     progress = describe_progress(search(1.2, 12), WHOLE_STEPS)
     seen = "best so far, not yet proved: 50 ms less per step"
-    assert f"{seen} (300 ms → 250 ms); now " in progress.line()
+    assert f"{seen} (step time 300 ms → 250 ms); now " in progress.line()
     assert progress.bar().endswith(f"/250; {seen}")
 
 
@@ -152,6 +150,14 @@ def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
+def test_prefetching_is_tuned_if_pytorch_has_no_custom_collectives(run_ranks: RunRanks) -> None:
+    carried = {"SIRTAKI_TEST_CARRIES": "0", "SIRTAKI_FSDP_MEMORY": "300MiB"}
+    found = settings_run(run_ranks, "fast", "1 ahead", "old", **carried, SIRTAKI_WARMUP_ITERATIONS="30")
+    assert "1 ahead" in found[-1]
+    assert not any("kept" in setting or "2 streams" in setting or "at a time" in setting for setting in found)
+
+
+@pytest.mark.integration
 def test_a_model_trained_through_a_custom_method_is_tuned(run_ranks: RunRanks) -> None:
     found = settings_run(run_ranks, "fast", "2 kept", "method")
     assert "kept" not in found[0]
@@ -173,6 +179,50 @@ def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(
     assert any("kept" in setting for setting in found)
     assert found[-1] == found[0]
     assert "and Sirtaki keeps the default setting: modules are used in another order than before" in job.stderr
+
+
+REFINED = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "6", "SIRTAKI_FSDP_MEMORY": "1MiB", "SIRTAKI_LOG": "info"}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("ranks", "env"),
+    [
+        (2, {}),
+        pytest.param(3, SOCKETS, marks=pytest.mark.slow),
+        pytest.param(4, {"SIRTAKI_LOCAL_SIZE": "2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_sharded_model_changes_to_a_faster_setting_found_later_which_is_stored(
+    run_ranks: RunRanks, tmp_path: Path, ranks: int, env: dict[str, str]
+) -> None:
+    path = str(tmp_path / "registry.db")
+    env = {**REFINED, **env, "SIRTAKI_REGISTRY": path, "SIRTAKI_REFINE_UNTIL": "1000"}
+    job = run_ranks("fsdp_tuned.py", ranks, "fast", "2 kept", "refined", env=env, timeout_s=120)
+    found = job.stdout.splitlines()
+    assert len(set(found)) > 3
+    assert "2 kept" in found[-1]
+    assert "changed to a faster setting: " in job.stderr
+    assert ["2 kept" in record.setting.describe() for record in open_store(path).all(ShardsRecord)] == [True]
+
+
+@pytest.mark.slow
+def test_the_setting_of_a_sharded_model_is_frozen_where_the_user_says_so(run_ranks: RunRanks) -> None:
+    env = {**REFINED, "SIRTAKI_REFINE_UNTIL": "1000", "SIRTAKI_FREEZE_AFTER": "40"}
+    job = run_ranks("fsdp_tuned.py", 2, "fast", "2 kept", "refined", env=env, timeout_s=90)
+    assert "changed to a faster setting" not in job.stderr
+    assert "2 kept" not in job.stdout.splitlines()[-1]
+
+
+@pytest.mark.integration
+def test_a_refinement_ends_with_the_setting_before_it_where_modules_are_used_in_another_order(
+    run_ranks: RunRanks,
+) -> None:
+    env = {**REFINED, "SIRTAKI_REFINE_UNTIL": "1000"}
+    job = run_ranks("fsdp_tuned.py", 2, "fast", "2 kept", "reordered later", env=env, timeout_s=90)
+    found = job.stdout.splitlines()
+    assert found[-1] == found[-3]
+    assert "and Sirtaki keeps the setting tuned before: modules are used in another order than before" in job.stderr
 
 
 @pytest.mark.integration
@@ -268,9 +318,3 @@ def test_without_allowed_memory_the_amount_that_would_keep_parameters_is_reporte
 def test_a_checkpoint_is_loaded_by_another_number_of_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
     for ranks, act in ((3, "save"), (2, "load")):
         run_ranks("fsdp_checkpoint.py", ranks, act, tmp_path / "checkpoint", env=SHARED, timeout_s=90)
-
-
-def test_a_pytorch_without_the_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
-    with pytest.raises(ConfigError, match="set_custom_reduce_scatter"):
-        fsdp.attach(torch.nn.Linear(2, 2))

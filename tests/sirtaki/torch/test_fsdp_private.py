@@ -14,11 +14,14 @@ from torch.torch_version import TorchVersion
 from sirtaki.engine.autograd import in_backward, when_backward_ends
 from sirtaki.errors import ConfigError
 from sirtaki.torch.fsdp import attach, private
+from sirtaki.torch.fsdp.connections import PytorchCollectives
 
-if TorchVersion(torch.__version__) < private.CHECKED_WITH[0]:
+if TorchVersion(torch.__version__) < private.CHECKED_WITH[-1]:
     pytest.skip("FSDP2 of this PyTorch is older than what is supported", allow_module_level=True)
 
-NAMES = [(kind, name) for kind, names in private.USED.items() for name in names.split()]
+NAMES = [
+    (kind, name) for used in (private.USED, private.CUSTOM) for kind, names in used.items() for name in names.split()
+]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def test_an_attribute_is_there_and_the_error_names_it_where_it_is_not(
 ) -> None:
     groups_of(model)
     state = model[0]._get_fsdp_state()
-    (group,) = state._fsdp_param_groups
+    group = state._fsdp_param_group
     hide(
         monkeypatch,
         {
@@ -112,6 +115,25 @@ def test_a_group_reports_its_prefetching_and_its_carrier(model: nn.Module) -> No
     assert first.all_process_groups == [first.shard_process_group] * 2
     assert first.gathered_again
     assert not first.replicated
+
+
+def test_what_this_pytorch_lacks_or_the_user_has_set_is_not_tried(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model(torch.ones(3, 4)).sum().backward()
+    collectives = PytorchCollectives(groups_of(model), None)
+    group = model[0]._get_fsdp_state()._fsdp_param_group
+    with caplog.at_level(logging.INFO, "sirtaki"):
+        assert collectives.choices() == ((1, 2), 2)
+        monkeypatch.setattr(group.mesh_info, "reduce_scatter_process_group", dist.group.WORLD)
+        assert collectives.choices() == ((1,), 2)
+        assert not caplog.records
+        monkeypatch.delattr(group.comm_ctx, "reduce_scatter_max_input_buffers")
+        assert collectives.choices() == ((1,), 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Sirtaki does not try several reduce-scatters in flight for this sharded model, because PyTorch "
+        f"{torch.__version__} has no set_reduce_scatter_max_input_buffers()"
+    ]
 
 
 def test_the_phase_is_known_in_each_pass(model: nn.Module) -> None:

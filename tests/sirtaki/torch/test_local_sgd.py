@@ -21,8 +21,8 @@ test_ranks_that_synchronise_less_often_train_as_simulated = played_on_ranks(
     ("options", "words"),
     [
         ({"sync_every": 0}, "positive multiple"),
-        ({"sync_every": 5, "fragments": 2}, "must be a positive multiple of 2"),
-        ({"sync_every": 4, "fragments": 2, "delay": 3}, "at most sync_every / fragments = 2"),
+        ({"sync_every": 5, "fragments": 2}, "a positive multiple of the 2 fragments"),
+        ({"sync_every": 4, "fragments": 2, "delay": 3}, "delay: expected 0 to 2"),
         ({"sync_every": None, "delay": 1}, "Sirtaki then tunes both"),
         ({"fragments": 0}, "positive number"),
         ({"fragments": [nn.Linear(2, 2)]}, "weight is in none of them"),

@@ -29,7 +29,13 @@ def test_a_codec_is_kept_on_a_slow_link_and_its_error_is_reported(
 ) -> None:
     log = tmp_path / "trials.jsonl"
     job = run_ranks(
-        "lossy.py", ranks, "slow", 300, env={**ALLOWED, **env, "SIRTAKI_TRIAL_LOG": str(log)}, timeout_s=250
+        "lossy.py",
+        ranks,
+        "slow",
+        300,
+        # A refinement that keeps another setting with a codec reports the codec again.
+        env={**ALLOWED, **env, "SIRTAKI_TRIAL_LOG": str(log), "SIRTAKI_REFINE_UNTIL": "0"},
+        timeout_s=250,
     )
     assert job.stdout.count("owes True") == ranks
     assert result_of(log)["knobs"]["lossy"]["large"]

@@ -125,8 +125,10 @@ def test_the_tuners_result_survives_generations(start: Start) -> None:
     with start(ranks=3, iterations=40, env=env, faults=[(0, 30, "in_step", "kill")]) as job:
         judge = job.run()
     judge.check(ended=2, killed=1)
-    assert "the setting tuned there is kept" not in judge.output  # it was found with 3 ranks
-    assert "tuned again for 2 ranks (hosts: 1), from the setting of 3 ranks (hosts: 1)" in judge.output
+    assert "Sirtaki keeps the setting tuned before the restart" not in judge.output  # it was found with 3 ranks
+    assert (
+        "2 ranks on 1 host(s) and is tuned again, beginning with the setting for 3 ranks on 1 host(s)" in judge.output
+    )
 
 
 @pytest.mark.integration
@@ -159,7 +161,7 @@ def test_a_world_that_shrinks_and_grows_runs_settings_that_were_found_for_its_si
     for stage in (0, 1, 3):
         assert len({line["setting"] for line in tried[stage]}) > 1, tried
     # Where turns scatter nothing is proved, and what the registry has is no result: the job's own stays then.
-    again = re.findall(r"found Sequential on 3 ranks|the setting tuned there is kept", judge.output)
+    again = re.findall(r"found Sequential on 3 ranks|Sirtaki keeps the setting tuned before the restart", judge.output)
     assert len(again) == 2, judge.output
     if registry == "off":
         return
@@ -201,7 +203,7 @@ def test_process_sets_and_their_optimizers_are_those_of_the_present_ranks(launch
     assert [before[rank].get("outer") for rank in range(3)] == [2.0, None, 2.0]
     assert [before[rank]["weight"] for rank in range(3)] == [-1.5, -1.5, -3.0]
     assert [after[rank]["first"] for rank in range(2)] == [2.0, 2.0]
-    assert all("does not fit the 2 ranks" in after[rank]["outer"] for rank in range(2))
+    assert all("the job has only 2 ranks" in after[rank]["outer"] for rank in range(2))
     assert [after[rank]["weight"] for rank in range(2)] == [-1.5, -1.5]
 
 
@@ -251,3 +253,24 @@ def test_residuals_of_compression_stay_with_the_remaining_ranks(launcher: Launch
 
 
 test_a_rank_goes_from_generation_to_generation = played_on_ranks("elastic_alone", Job(1, env={**UNTUNED, **OVER_MESH}))
+
+
+@pytest.mark.integration
+def test_gpus_that_wait_for_a_killed_rank_are_freed_and_training_goes_on_from_the_last_commit(start: Start) -> None:
+    with start(ranks=3, program="elastic_on_streams.py") as job:
+        assert job.wait() == 0, job.output()
+        output = job.output()
+    assert re.search(r"rank [02] has aborted 2 NCCL communicators, so that its GPU does not wait", output), output
+    found = re.findall(r"restarted at step 6 after (\d+\.\d+) s", output)
+    assert len(found) == 2, output
+    assert max(map(float, found)) < 10.0, output  # usually 0.4 s: one abort, and a new generation
+    assert {"done 0 of 2", "done 1 of 2"} == set(re.findall(r"done \d of \d", output)), output
+
+
+@pytest.mark.slow
+def test_a_rank_whose_script_waits_for_the_gpu_ends_and_the_others_go_on(start: Start) -> None:
+    with start(ranks=3, program="elastic_on_streams.py", waits_in="script") as job:
+        assert job.wait() == 0, job.output()
+        output = job.output()
+    assert "rank 0 leaves the elastic job, because the job has failed while its GPU waits for other ranks" in output
+    assert re.findall(r"done \d of \d", output) == ["done 0 of 1"], output
