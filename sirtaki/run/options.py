@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -41,9 +41,9 @@ def arguments_from_file(path: Path, options: Mapping[str, bool]) -> list[str]:
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    decode = {".json": msgspec.json.decode, ".toml": msgspec.toml.decode}.get(path.suffix, msgspec.yaml.decode)
+    decoders: dict[str, Callable[[bytes], Any]] = {".json": msgspec.json.decode, ".toml": msgspec.toml.decode}
     try:
-        content = decode(path.read_bytes())
+        content = decoders.get(path.suffix, msgspec.yaml.decode)(path.read_bytes())
     except ImportError as err:
         raise ConfigError(
             f"the file {path} given with --config-file is in YAML, which needs the package pyyaml; run `pip install "

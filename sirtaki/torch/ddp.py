@@ -338,6 +338,10 @@ STATIC = (
     "an attached model with DistributedDataParallel(static_graph=True) cannot be used with torch.distributed.autograd"
 )
 
+STATIC_TOO_LATE = (
+    "set_static_graph() should be called before training loop starts and after DistributedDataParallel is constructed"
+)
+
 JOINED = "DistributedDataParallel.join() of an attached model cannot be used with torch.distributed.autograd"
 
 CLOSED = (
@@ -541,7 +545,7 @@ class DdpGradients(GradientHooks):
             self.set_passes([max(1, count) for count in counts])
         if self._active_ranks is not None:
             self._active_ranks.wait()
-            share = len(self.ranks) / float(self._active_ranks.result()[0])
+            share = len(self.ranks) / float(self._active_ranks.get_future().value()[0])
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def fail_backward(self) -> None:
@@ -641,6 +645,7 @@ class IdleReducer:
         self._gradients, self._model = gradients, weakref.ref(model)
         self._static, self._finds_unused = model.static_graph, model.find_unused_parameters
         self._wanted = {id(param) for _, param in gradients.named}  # ids of the parameters that DDP reduces
+        self._trained = False  # whether the model has run a forward pass in training
         self._own: tuple[Any, Any] | None = None  # DDP's own reducer and its logger, C++ objects, if they exist
         self._nodes: list[Node] = []  # AccumulateGrad nodes, which DDP's reducer kept alive with the hooks on them
         self._handle: RemovableHandle | None = None
@@ -656,6 +661,11 @@ class IdleReducer:
         for device in {param.device for _, param in self._gradients.named if param.is_cuda}:
             torch.cuda.synchronize(device)
         model.logger = AttachedLogger(model.logger, self._gradients.log)
+        # Only this call tells whether DDP's reducer has seen a forward pass. What it changes is freed with the reducer.
+        try:
+            model.reducer._set_static_graph()
+        except RuntimeError:
+            self._trained = True
         model.reducer = self  # type: ignore[assignment]
         model.find_unused_parameters = False  # Sirtaki itself finds unused parameters at the end of the backward pass
         # Wrap `_post_forward` of a DDP model that `replicate()` has made over a ParameterList: PyTorch calls this
@@ -723,7 +733,8 @@ class IdleReducer:
         )
 
     def prepare_for_forward(self) -> None:
-        """Do nothing. DDP's own reducer only measures times here."""
+        """Record that the model trains. DDP's own reducer also measures times here."""
+        self._trained = True
 
     def prepare_for_backward(self, _: object) -> None:
         """Mark the next backward pass as one whose gradients must be reduced (due). Called by DDP in a forward pass.
@@ -753,6 +764,23 @@ class IdleReducer:
         if self._own is None or distributed_autograd.current_context() is None:
             return False
         return bool(self._reducer._rebuild_buckets())
+
+    def _set_static_graph(self) -> None:
+        """Treat the graph as static. Called by DDP's `_set_static_graph()`.
+
+        Raises:
+            RuntimeError: the model has already run a forward pass in training. DDP's own reducer raises the same.
+        """
+        if self._trained:
+            model = self._model()
+            assert model is not None
+            assert model.logger is not None
+            model.logger.set_error_and_log(STATIC_TOO_LATE)
+            raise RuntimeError(STATIC_TOO_LATE)
+        self._static = True
+        self._gradients.count_gradients()
+        if self._own is not None:
+            self._own[0]._set_static_graph()
 
     def _push_all_rebuilt_params(self) -> None:
         pass

@@ -230,6 +230,22 @@ def gradients_may_come_several_times_where_the_graph_stays() -> None:
     trains_alike(SharedInCheckpoints().double(), static_graph=True)
 
 
+def the_graph_may_become_static_until_training_begins() -> None:
+    model = SharedInCheckpoints().double()
+    alone, wrapped = copy.deepcopy(model), attached(model)
+    wrapped._set_static_graph()
+    for step in range(3):
+        gradients_alike(model, wrapped, alone, dense_loss, step)
+    trained_before = DistributedDataParallel(dense_model())
+    dense_loss(trained_before, dist.get_rank(), 0).backward()
+    ddp.attach(trained_before)
+    trained_after = attached(dense_model())
+    dense_loss(trained_after, dist.get_rank(), 0).backward()
+    for wrapped in (trained_before, trained_after):
+        raises(RuntimeError, "before training loop starts", wrapped._set_static_graph)
+        assert wrapped.logger._get_ddp_logging_data().ints_map["has_error"] == 1
+
+
 def gradients_that_come_several_times_are_refused_elsewhere() -> None:
     wrapped = attached(SharedInCheckpoints().double())
     raises(AssertionError, "static_graph=True", dense_loss(wrapped, dist.get_rank(), 0).backward)
