@@ -2,7 +2,7 @@
 
     python -m bench.plan [--unseen] [--check] [--save] [--folder DIR]
 
-Takes 15 minutes with --unseen, 7 without, as root. Other programs on the two cores disturb it.
+Takes 15 minutes with --unseen, 22 without, as root. Other programs on the two cores disturb it.
 
 A place is a number of emulated nodes (`bench.lib.cluster`) with one rank each, or two ranks of this host. A job is
 tuned for `STEPS` steps and writes its trial log. `sirtaki plan` predicts other places from it. It gets their rates and
@@ -35,7 +35,7 @@ from typing import Any
 
 from bench.lib.cluster import MBIT, LabShape, NetLab, need_cluster
 from bench.lib.harness import Report, Spread, finish, parser
-from bench.lib.models import emulated, mlp, small_conv, small_resnet, token_transformer
+from bench.lib.models import emulated, lstm, mlp, small_conv, small_resnet, token_transformer, transformer
 from bench.lib.ranks import in_turns, run_ranks, start
 from bench.lib.workloads import workload
 from sirtaki.autotune.knobs import Knobs
@@ -58,6 +58,13 @@ EMULATED = {
     "gpt2": ("gpt2", 0.015, 0.08),
     "inception": ("inception_v4", 0.05, 0.15),
     "xception": ("xception", 0.02, 0.06),  # 1.8 MB
+    "resnet152": ("resnet152", 0.03, 0.1),
+    "resnet101": ("resnet101", 0.04, 0.15),
+    "vgg19": ("vgg19", 0.012, 0.12),
+    "densenet169": ("densenet169", 0.12, 0.15),
+    "bert_large": ("bert_large", 0.006, 0.2),
+    "gpt2_medium": ("gpt2_medium", 0.005, 0.1),
+    "xception, longer": ("xception", 0.06, 0.1),
 }
 """Networks whose computation sleeps: workload, scale of its gradients, and seconds of computation."""
 
@@ -66,6 +73,9 @@ REAL: Mapping[str, Any] = {
     "residual": small_resnet,
     "texts": token_transformer,
     "wide": partial(mlp, (512, 2048, 512), batch=64),
+    "deep": partial(mlp, (512,) * 9, batch=32),
+    "transformer": transformer,
+    "lstm": lstm,
 }
 
 
@@ -90,8 +100,6 @@ LOOKING = (
     RecordedHere("a3", "conv", nodes(2, 300, 150), (nodes(2, 100, 50), nodes(2, 200, 200))),
     RecordedHere("a4", "densenet", None, (nodes(2, 300, 100), nodes(4, 200, 200))),
     RecordedHere("a5", "bert", nodes(2, 200, 100, 2), (nodes(2, 200, 100), nodes(2, 300, 100, 2))),
-)
-UNSEEN = (
     RecordedHere("b1", "gpt2", nodes(2, 300, 100), (nodes(2, 150, 75), nodes(4, 300, 100), nodes(2, 300, 100, 2))),
     RecordedHere("b2", "inception", nodes(2, 250, 250), (nodes(4, 250, 250), nodes(2, 120, 120), nodes(3, 200, 100))),
     RecordedHere("b3", "xception", nodes(4, 200, 100), (nodes(2, 100, 50), nodes(4, 100, 100), nodes(3, 200, 100))),
@@ -104,6 +112,22 @@ UNSEEN = (
     RecordedHere("b10", "resnet50", nodes(2, 300, 100, 2), (nodes(2, 200, 50, 2), nodes(2, 150, 150))),
     RecordedHere("b11", "gpt2", nodes(4, 200, 50), (nodes(3, 200, 50), nodes(4, 300, 100), nodes(2, 100, 100))),
     RecordedHere("b12", "xception", None, (nodes(2, 150, 50), nodes(4, 100, 100))),
+)
+"""Jobs whose errors set the width of the intervals."""
+
+UNSEEN = (
+    RecordedHere("c1", "resnet152", nodes(2, 250, 125), (nodes(2, 150, 50), nodes(4, 200, 100), nodes(3, 250, 125))),
+    RecordedHere("c2", "vgg19", nodes(3, 200, 200), (nodes(2, 200, 100), nodes(4, 200, 200), nodes(3, 120, 60))),
+    RecordedHere("c3", "densenet169", nodes(4, 300, 75), (nodes(2, 300, 75), nodes(4, 150, 150), nodes(3, 200, 50))),
+    RecordedHere("c4", "bert_large", nodes(2, 200, 50, 2), (nodes(2, 300, 100, 2), nodes(2, 150, 75))),
+    RecordedHere("c5", "gpt2_medium", nodes(2, 150, 75), (nodes(4, 300, 75), nodes(2, 250, 250), nodes(3, 150, 75))),
+    RecordedHere("c6", "resnet101", nodes(4, 250, 125), (nodes(2, 250, 125), nodes(3, 150, 75), nodes(4, 300, 300))),
+    RecordedHere("c7", "xception, longer", nodes(2, 300, 150), (nodes(2, 100, 50), nodes(4, 250, 125))),
+    RecordedHere("c8", "inception", nodes(3, 150, 50), (nodes(2, 200, 200), nodes(4, 300, 100))),
+    RecordedHere("c9", "deep", nodes(2, 200, 100), (nodes(2, 300, 75), nodes(2, 100, 100))),
+    RecordedHere("c10", "transformer", nodes(2, 150, 50), (nodes(2, 300, 100), nodes(2, 200, 200))),
+    RecordedHere("c11", "lstm", nodes(2, 100, 100), (nodes(2, 200, 100), nodes(2, 150, 50))),
+    RecordedHere("c12", "gpt2", nodes(3, 300, 150), (nodes(4, 200, 100), nodes(2, 150, 50), nodes(3, 200, 200))),
 )
 
 
