@@ -1,14 +1,16 @@
-"""Search for the fastest communication setting of a training job.
+"""Search for the fastest communication setting of a training job: arms (search methods), tuning session, models.
 
-The package uses no process group, database or file, and imports only plan types from `sirtaki.comm`. It exports
-everything that the author of a search method (arm) needs (docs/reference/arms.md). A module of the package is imported
-when one of its names is first accessed, because the arms import torch, and the command `sirtaki registry` must not.
+The package exports everything that the author of an arm needs (docs/reference/arms.md). It uses no process group,
+database or file. From `sirtaki.comm`, it imports only plan types.
+
+Each module is imported when one of its names is first accessed, because the arms import torch, and the command `sirtaki
+registry` must start without torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Refuse `import autotune`: together with `import sirtaki.autotune`, it would load each module twice, with two copies of
+# Reject `import autotune` without `sirtaki.`: both imports together would load each module twice, with two copies of
 # each class.
 if __name__ != "sirtaki.autotune":
     raise ImportError(

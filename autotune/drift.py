@@ -17,16 +17,15 @@ REFERENCE = 24
 ALLOWANCE = math.log(1.25)
 LIMIT = 0.3
 ENOUGH = 1.8
-"""Thresholds of the CUSUM test, which sums the deviations of communication times from the usual time (the reference).
-
-All are in logarithms of times. `ALLOWANCE` is the deviation that is ignored, `LIMIT` the largest contribution of one
-iteration to the sum, and `ENOUGH` the sum at which a lasting change (drift) is reported.
+"""Thresholds of the CUSUM test for drift, which sums deviations of communication times from the usual time. All are in
+logarithms of times. `ALLOWANCE`: deviation that is ignored. `LIMIT`: largest contribution of one iteration to the sum.
+`ENOUGH`: sum at which drift (a lasting change) is reported.
 """
 
 USUAL_NOISE = 0.12
-"""Noise of communication times, up to which the thresholds of the CUSUM test for drift are used unchanged.
+"""Noise of communication times up to which the thresholds of the CUSUM test for drift are constant.
 
-The noise is the standard deviation of the times' logarithms. With more noise, the thresholds grow in proportion to it.
+With more noise, the thresholds are proportional to it. The noise is the standard deviation of the times' logarithms.
 """
 
 COOL_DOWN = 50
@@ -36,7 +35,10 @@ If a re-tune begins less than `LONG` cool-downs after the previous re-tune, the 
 """
 
 LONG = 10
-"""Time since the previous re-tune, in cool-downs, from which a re-tune resets the cool-down to `COOL_DOWN`."""
+"""A re-tune at least this many cool-downs after the previous one resets the cool-down to `COOL_DOWN`.
+
+A cool-down is the minimum number of iterations between two re-tunes.
+"""
 
 FIRST_PAUSE = 50
 """Number of training iterations between the end of tuning and the first refinement."""
@@ -48,7 +50,7 @@ MOST_FAILURES = 6
 """Number of successive refinements without a faster setting after which there are no more."""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
-"""Number of standard deviations between the 10th and the 90th percentile of a normal distribution."""
+"""Distance between the 10th and the 90th percentile of a normal distribution, in standard deviations."""
 
 
 class DriftWatch:
@@ -74,21 +76,18 @@ class DriftWatch:
         self._recent: deque[float] = deque(maxlen=7)
 
     def retuned(self) -> None:
-        """Measure the usual communication time anew, after this detector has caused the job to be tuned again.
-
-        Also set the minimum number of iterations until the next re-tune (the cool-down).
-        """
+        """Restart after drift has caused a re-tune: begin a cool-down, and measure the usual time anew."""
         soon = self._cool_down > 0 and self._iterations < LONG * self._cool_down
         self._cool_down = 2 * self._cool_down if soon else COOL_DOWN
         self._reset()
 
     def reordered(self) -> None:
-        """Measure the usual communication time anew, because a change of the gradients' order changes it."""
+        """Restart after the gradients' order has changed: measure the usual communication time anew."""
         self._reset()
 
     @property
     def due(self) -> bool:
-        """Return whether the job may be tuned again: enough iterations have run since the last time.
+        """Return whether enough iterations have run since the last re-tune (the cool-down has ended).
 
         The result is equal on all ranks.
         """

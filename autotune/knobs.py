@@ -1,4 +1,4 @@
-"""Settings that tuning chooses from: tuned parameters ("knobs"), the space of permitted settings, and a grid in it."""
+"""Settings that tuning chooses from: the tuned parameters ("knobs"), the space of permitted settings, and its grid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-# Number of GPU threads. msgspec checks its limits only when a setting is read from a file or a database.
+# Number of GPU threads. The limits are checked only when msgspec reads a setting from a file or a database.
 Threads = Annotated[int, Meta(ge=1, le=2**20)] | None
 
 
@@ -281,13 +281,13 @@ def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
     return tuple(
         new
         for cut, new, (stop, rounded_stop) in zip(cuts, rounded, before, strict=False)
-        # Do not drop units whose ends do not ascend, because CommPlan must reject them.
+        # Keep units whose ends do not ascend: they are errors, which CommPlan must reject.
         if new.stop > rounded_stop or cut.stop <= stop
     )
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes: `262144` → `256 KiB`, `1500000` → `1.4 MiB`."""
+    """Format a number of bytes for logs: `262144` → `256 KiB`, `1500000` → `1.4 MiB`."""
     for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -295,16 +295,16 @@ def format_bytes(count: int) -> str:
 
 
 STEP_OCTAVES = 0.5
-"""Step of the unit (bucket) size between neighbouring settings (`KnobSpace.around`), as logarithm to base 2."""
+"""Ratio of bucket sizes of neighbouring settings (`KnobSpace.around`), as logarithm to base 2."""
 
 NEAR_OCTAVES = 0.3
-"""Ratio of unit (bucket) sizes, as logarithm to base 2, below which two otherwise equal settings are "close".
+"""Two settings are "close" if they differ only in the bucket size, by less than this ratio (as logarithm to base 2).
 
-A search skips settings that are close to a measured one, because their communication times hardly differ.
+A search skips settings close to a measured one, because their communication times hardly differ.
 """
 
 MOST_POINTS = 100
-"""Number of settings up to which a space of permitted settings can be enumerated (`KnobSpace.every`)."""
+"""Maximum number of settings in a space that `KnobSpace.every` enumerates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class KnobSpace:
         unit_bytes: smallest and largest size of a unit (bucket) in bytes. Both are equal if the user has set the size.
         streams: permitted numbers of streams (parallel connections on CPUs, CUDA streams on GPUs), ascending.
         threads: permitted numbers of GPU threads, ascending. `(None,)` if the transport has no such setting.
-        most_streams: maximum number of streams of each route that does not support all numbers in `streams`.
+        most_streams: (route, maximum number of streams), for each route that does not support all numbers in `streams`.
         lossy: names of the gradient compressors that the user allows. The search method `CompressorArm` tries them; the
             grid `KnobLattice` does not contain them.
         classes: classes of units (large, embeddings, small) that occur in the job's gradient layout.
@@ -391,7 +391,7 @@ class KnobSpace:
         )
 
     def loses(self, knobs: Knobs) -> bool:
-        """Return whether gradients lose precision with these knobs, because a lossy compressor is set."""
+        """Return whether the knobs set a lossy compressor, so that gradients lose precision."""
         return bool(knobs.lossy)
 
     def every(self) -> tuple[Knobs, ...]:
@@ -410,7 +410,7 @@ class KnobSpace:
         return (one for one in neighbours if not any(_is_close(one, other) for other in uniform))
 
     def contrasts(self, knobs: Knobs) -> list[Knobs]:
-        """Return a few permitted settings that differ clearly from `knobs`: in streams, unit size and GPU threads."""
+        """Return a few permitted settings that differ clearly from `knobs` in streams, unit size or GPU threads."""
         sizes = [self.whole_unit_bytes(knobs.unit_bytes * factor) for factor in (0.5, 2.0)]
         changes = [
             knobs.but(streams=2 * knobs.streams),
@@ -544,7 +544,7 @@ class KnobLattice:
         )
 
     def place(self, knobs: Knobs) -> FloatArray | None:
-        """Return the coordinates of a setting, with its exact unit (bucket) size.
+        """Return the coordinates of a setting in the grid's unit cube, with its exact unit (bucket) size.
 
         None if the grid has no setting near it (`index_of`).
         """

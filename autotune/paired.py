@@ -4,9 +4,9 @@ The caller measures both settings in alternating order (ABBA). A slower network 
 measurements of a pair, so the test uses the ratio within each pair. The test is Wilcoxon's signed-rank test on the
 logarithms of these ratios. Only the rank of a ratio counts, not its size, so a single outlier cannot decide the result.
 
-The test is applied at one or two numbers of pairs ("looks") that are fixed in advance (group-sequential test, Pocock),
-because a test after every pair would too often call a chance result proved. A comparison may end without a proof after
-any pair from the third one on (`GUESS_PAIRS`), because ending it early cannot call a chance result proved.
+The test is applied at one or two numbers of pairs ("looks") that are fixed in advance (group-sequential test, Pocock).
+A test after every pair would too often accept a chance result. A comparison may end without a proof after any pair from
+the third one on (`GUESS_PAIRS`), because an early end without a proof accepts nothing.
 
 [Note: error rate] A setting that is as fast as the baseline is called faster in at most 3 % of all comparisons, both
 looks together. `python -m bench.paired` measures this rate, and the power, for four kinds of noise.
@@ -35,7 +35,7 @@ Five pairs prove nothing: if both settings are equally fast, the candidate wins 
 """
 
 FEWEST_PAIRS_KNOWN = 4
-"""Minimum number of measured pairs for the test of a candidate that was proved faster in an earlier job."""
+"""Minimum number of measured pairs for a candidate that was proved faster in an earlier job."""
 
 ONLY_LOOK, FIRST_LOOK, LAST_LOOK = 0.02, 0.0158, 0.0105
 """One-sided error rates of the signed-rank test.
@@ -54,7 +54,7 @@ Three pairs suffice if the candidate is slower in each of them.
 """
 
 UNSTEADY = 3.0
-"""Change of the baseline's time during a comparison (drift), in standard errors, from which it is significant."""
+"""Drift: change of the baseline's time during a comparison. It is significant from this many standard errors on."""
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0
@@ -84,8 +84,8 @@ def _tail(n_pairs: int) -> npt.NDArray[np.float64]:
 
     The shape is `(n (n + 1) / 2 + 1,)` for n pairs of measurements: one entry for each t from 0 on.
     """
-    n_sign_patterns = np.ones(1)  # entry t is the number of sign patterns with T = t
-    for rank in range(1, n_pairs + 1):  # the pair with this rank has a negative or a positive sign
+    n_sign_patterns = np.ones(1)  # Entry t is the number of sign patterns with T = t.
+    for rank in range(1, n_pairs + 1):  # Add the pair with this rank, with a negative or a positive sign.
         n_sign_patterns = np.pad(n_sign_patterns, (0, rank)) + np.pad(n_sign_patterns, (rank, 0))
     return np.cumsum(n_sign_patterns) / 2.0**n_pairs
 
@@ -121,7 +121,7 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
 
 
 def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
-    """Return how many measured pairs will probably prove that a candidate is faster, from `FEWEST_PAIRS` to `most`.
+    """Estimate how many measured pairs will prove a candidate faster, from `FEWEST_PAIRS` to `most`.
 
     Args:
         lead: expected logarithm of (baseline time / candidate time).
@@ -289,7 +289,8 @@ class PairedComparison:
     def proved(self) -> bool:
         """Return whether the candidate is proved faster than the baseline.
 
-        Its gain must be large enough and statistically significant, and nothing must cast doubt on the measurements.
+        Its gain must be large enough and statistically significant, and the measurements must be trusted (`doubt` is
+        empty).
         """
         if self.n_pairs < self.fewest:
             return False
@@ -299,8 +300,8 @@ class PairedComparison:
     def verdict(self) -> Verdict:
         """Return the comparison's result from the pairs measured so far.
 
-        The result FASTER is possible only where the test is applied: at the numbers of pairs in `looks`, and beyond the
-        largest of these numbers.
+        FASTER is possible only where the test is applied: at the numbers of pairs in `looks`, and from the largest one
+        on.
         """
         n, last = self.n_pairs, self.looks[-1]
         if self.failed:

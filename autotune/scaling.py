@@ -28,9 +28,12 @@ LEAST_ERROR = 0.12
 OWN_SHARE = 1.5
 RANKS_ERROR = 0.10
 UNMEASURED_ERROR = 0.10
-"""Errors of a predicted step on a logarithmic scale, from measurements by `python -m bench.plan`: of any prediction, as
-a multiple of the model's median error for the job's own settings, for each factor of e by which the number of ranks
-changes, and if the job's network was not measured because all ranks were on one host."""
+"""Errors of a predicted step time on a logarithmic scale, measured by `python -m bench.plan`.
+
+`OWN_SHARE`: error of any prediction, as a multiple of the model's median error for the job's own settings.
+`RANKS_ERROR`: error for each factor of e by which the number of ranks changes. `UNMEASURED_ERROR`: error if the job's
+network was not measured, because all ranks were on one host.
+"""
 
 UNMODELLED = 0.02
 OPTIMISM = 0.04
@@ -41,7 +44,7 @@ for which the simulator errs most towards a short step."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAccuracy:
-    """Error of the model of a job, as measured by the settings that the job tried.
+    """Error of the model of a job: predicted and measured times of the settings that the job tried.
 
     Attributes:
         settings: number of compared settings.
@@ -54,7 +57,9 @@ class ModelAccuracy:
 
     @classmethod
     def of(cls, model: PlanningModel, trials: Sequence[Trial]) -> "ModelAccuracy | None":
-        """Compare the predicted step of each tried setting with the measured one. None if no trial can be compared.
+        """Compare the predicted and the measured step time of each tried setting.
+
+        Return None if no trial can be compared.
 
         Args:
             model: model of the job. Its forward pass is the time of a step outside of communication.
@@ -72,7 +77,7 @@ class ModelAccuracy:
         return cls(settings=len(errors), median=median(errors), most=most)
 
     def half_width(self, *, from_ranks: int, to_ranks: int, is_measured: bool = True) -> float:
-        """Return the half width of the interval of a predicted step, on a logarithmic scale.
+        """Return the half width of the confidence interval of a predicted step time, on a logarithmic scale.
 
         Args:
             from_ranks: number of ranks of the job.
@@ -85,14 +90,14 @@ class ModelAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """Predicted times of one plan (division of the gradients into units) on one number of ranks.
+    """Predicted times of a job with one plan (division of the gradients into units) on one number of ranks.
 
     Attributes:
         ranks: number of ranks in the ring.
         planner: name of the planner that made the plan; `DEFAULT` for the untuned setting, `KEPT` for the job's own.
         knobs: the plan as a setting of knobs.
         units: number of all-reduces per iteration, one for each unit (bucket).
-        iteration_s: predicted time of forward pass, backward pass and communication that they do not hide.
+        iteration_s: predicted time of the forward pass, the backward pass, and the communication that they do not hide.
         span_s: predicted communication time, from the first ready gradient to the last reduced gradient.
         efficiency: throughput of a rank relative to training on one rank, at most 1.
     """
@@ -122,7 +127,7 @@ def scaling_table(
     contention: ContentionModel | None = None,
     contention_ranks: int | None = None,
 ) -> list[ScalingRow]:
-    """Predict a job's iteration times on several numbers of ranks: untuned, as tuned now, and with each planner's plan.
+    """Predict a job's iteration time on several numbers of ranks: untuned, as tuned now, and with each planner's plan.
 
     A planner is a search method that computes a division of the gradients into units (buckets) from a model of the job.
 

@@ -34,7 +34,8 @@ class ShardArm:
         """
         self._space, self._best, self._step = space, default, step
         self._tried = {default}
-        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # {start of a local search: setting that it found}
+        # {setting at the start of a local search: setting that the search found}
+        self._fastest: dict[ShardKnobs, ShardKnobs] = {}
         self._expected_to_win: set[ShardKnobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal[ShardKnobs]]:
@@ -62,7 +63,7 @@ class ShardArm:
     def tell(self, trials: Sequence[Trial[ShardKnobs]]) -> None:
         """Update the fastest setting with the results of trials.
 
-        If the model of step times predicted that a setting would be faster, and its trial was not, discard the model.
+        Discard the model of step times if it predicted that a setting would be faster, and the setting's trial was not.
         """
         for trial in trials:
             is_new = trial.knobs not in self._tried
@@ -88,8 +89,8 @@ def shard_session(
         space: permitted settings.
         default: setting that the job uses without tuning.
         budget: number of training steps that the session may use.
-        first: setting that an earlier job chose. The session compares it with the default, and does not search for
-            other settings. None = search.
+        first: setting that an earlier job chose. The session only compares it with the default. None = search for a
+            setting.
         step: model that predicts the time of a step of this job; None = step times cannot be predicted.
         discarded_iterations: training steps that are not measured after each change of the setting.
     """

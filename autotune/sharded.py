@@ -37,7 +37,8 @@ from .model.replayer import (
 )
 
 if TYPE_CHECKING:
-    from sirtaki.comm.compress import Codec  # imports torch, which the command `sirtaki registry` must not do
+    # For type checking only: it imports torch, which `sirtaki registry` must not do.
+    from sirtaki.comm.compress import Codec
 
 SHARDED_FILE = "sharded.json"
 """Name of the file in a recording's folder that contains the `RecordedStep`."""
@@ -63,10 +64,10 @@ class ShardKnobs:
     Modules are identified by their index in the order of use in the forward pass. Tuples of indices are ascending.
 
     Attributes:
-        streams: number of connections to each other rank over which a gather or scatter is split. With PyTorch's own
-            collectives: 1 = gathers and scatters share a communicator, 2 = scatters have a separate one.
-        ahead: forward prefetch: number of modules whose parameters are gathered ahead in the forward pass.
-        behind: backward prefetch: number of modules whose parameters are gathered ahead in the backward pass.
+        streams: number of connections to each other rank. Each gather or scatter is split over all of them. With
+            PyTorch's own collectives: 1 = gathers and scatters share a communicator, 2 = scatters have a separate one.
+        ahead: forward prefetch: number of modules whose parameters are gathered early in the forward pass.
+        behind: backward prefetch: number of modules whose parameters are gathered early in the backward pass.
         kept: modules that are not resharded after the forward pass: they keep their gathered parameters until the
             backward pass.
         near: modules in the node cache: after the forward pass, each node keeps a copy of their parameters, sharded
@@ -89,10 +90,10 @@ class ShardKnobs:
     scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
-        """Return the buckets of modules that are gathered and scattered together, in the order of use.
+        """Divide the modules into the buckets that are gathered and scattered together, in the order of use.
 
         Args:
-            modules: number of sharded modules, which are divided into the buckets.
+            modules: number of sharded modules.
         """
         joined = frozenset(self.joined)
         starts = [place for place in range(modules) if place not in joined]
@@ -134,8 +135,8 @@ class ShardSpace:
         modules: number of sharded modules.
         streams: permitted numbers of connections, ascending.
         whole_bytes: size of the gathered parameters of each module, `(modules,)`.
-        dropped: modules that are resharded after the forward pass by default, so that their parameters are gathered
-            again for the backward pass.
+        dropped: modules that are resharded after the forward pass by default. The backward pass gathers their
+            parameters again.
         memory_bytes: GPU memory that a setting may use in addition to the memory of the default setting.
         node_ranks: number of ranks of each node, if a node cache is possible; otherwise 0.
         lossy: names of the compressors that the user allows.
@@ -175,8 +176,7 @@ class ShardSpace:
         Compressed shards that are being sent are not counted. In the backward pass, a module has four tensors of its
         size: parameters, gradients, the tensor being scattered, and the gathered parameters of the next module. The
         forward pass needs less if at most two modules are gathered ahead. Each further concurrent scatter adds a
-        tensor. Coalesced modules add four tensors of the largest bucket's size. If these are smaller than
-        `LITTLE_BYTES`, they are ignored.
+        tensor. Coalesced modules add four tensors of the largest bucket's size, which are ignored below `LITTLE_BYTES`.
         """
         largest = max(self.whole_bytes, default=0)
         forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
@@ -192,9 +192,10 @@ class ShardSpace:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Return the memory of messages while parameters are copied into the node cache (`ShardKnobs.near`).
+        """Return the memory of messages in flight while parameters are copied into the node cache (`ShardKnobs.near`).
 
-        Two messages are in flight at a time, each at most as large as one rank's shard of the largest module's copy.
+        Two messages are in flight at a time. Each has at most the size of one rank's shard of the largest module's
+        copy.
         """
         return 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
 
@@ -249,12 +250,12 @@ class ShardSpace:
 
 
 LITTLE_BYTES = 4 << 20
-"""Extra memory of coalesced modules up to which it counts as zero, because network connections take about as much."""
+"""Extra memory of coalesced modules that is ignored, because network connections take about as much."""
 
 BUCKET_BYTES = (1 << 20, 1 << 18)
 """Bucket sizes that are tried for coalesced modules.
 
-From a few hundred kilobytes on, the transmission of a message takes longer than its start-up.
+Smaller buckets are not worthwhile: their start-up takes longer than their transmission.
 """
 
 
@@ -329,10 +330,9 @@ class ShardedStep:
         return _ShardedReplay(self, space, knobs).total_s
 
     def computed_s(self, bucket: range, *, backward: bool = False) -> float:
-        """Return the computation time of a bucket's modules in the forward or in the backward pass.
+        """Return the computation time of a bucket of coalesced modules in the forward or in the backward pass.
 
-        Coalesced modules (a bucket) need fewer gathers and scatters. The processor time of the saved gathers and
-        scatters is subtracted.
+        A bucket saves gathers and scatters. Their processor time is subtracted.
         """
         span_s = sum((self.backward_s if backward else self.forward_s)[bucket.start : bucket.stop])
         messages = (len(bucket) - 1) * (2 if backward else 1)
@@ -341,8 +341,9 @@ class ShardedStep:
     def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
         """Return the setting with the shortest predicted step that a local search finds.
 
-        The search starts from `default`, and from settings for which dynamic programming has chosen the modules to keep
-        gathered and to coalesce. It ends when no change of a single knob gains more than `LEAST_STEP`.
+        The search starts from `default`, and from settings that dynamic programming has found: some with modules that
+        are kept gathered, some with coalesced modules. It ends when no change of a single knob gains more than
+        `LEAST_STEP`.
         """
         candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default), *self._joining(space, default))
         best, best_s = default, math.inf
@@ -355,7 +356,7 @@ class ShardedStep:
             candidates = space.around(best, ())
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """Yield settings that keep modules' gathered parameters after the forward pass, within the permitted memory.
+        """Yield settings in which some modules keep their gathered parameters after forward, as memory permits.
 
         The kept modules are those that shorten the backward pass most.
         """
@@ -367,10 +368,10 @@ class ShardedStep:
     def _kept(self, space: ShardSpace, knobs: ShardKnobs) -> ShardKnobs:
         """Choose the modules to keep gathered, and those to keep in the node cache, by dynamic programming.
 
-        Return `knobs` with these modules. The programme goes from the last module to the first. A state has the chosen
-        modules, their memory, and three times: when the next module may start, when its parameters are gathered, and
-        when the network is idle. States that are worse than another state in all respects are dropped. In this model,
-        the network runs one operation at a time, and the next module's gather precedes this module's scatter.
+        Return `knobs` with these modules. The programme goes from the last module to the first. A state consists of the
+        chosen modules, their memory, and three times: when the next module may start, when its parameters are gathered,
+        and when the network is idle. States that are worse than another state in all respects are dropped. In this
+        model, the network runs one operation at a time, and the next module's gather precedes this module's scatter.
         """
         rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
         spare_bytes = space.memory_bytes - space.extra_bytes(knobs)
@@ -464,8 +465,8 @@ class ShardedStep:
             forth_s = max(computed_s(bucket), sent(gathered_s, later))
             return forth_s + max(computed_s(later, True), sent(again_s, bucket) + sent(scattered_s, later))
 
-        # best[stop] has an entry for each bucket that ends at module `stop`: the minimum time of all modules up to the
-        # bucket's end, and the bucket that precedes it in the fastest division.
+        # `best[stop]` is {bucket that ends at module `stop`: (minimum time of all modules up to `stop`, bucket before
+        # it in the fastest division)}.
         best = [dict[range, tuple[float, range | None]]() for _ in range(count + 1)]
         for start in range(count):
             for bucket in (range(start, stop) for stop in range(start + 1, count + 1)):
@@ -517,7 +518,7 @@ class _Kept:
 def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
     """Return the states (choices of modules to keep gathered) that no other state beats in memory and in all times.
 
-    If there are more than `MOST_STATES`, only every second, third, … of them is returned.
+    If there are more than `MOST_STATES`, only every second (third, …) one is returned.
     """
     found: list[tuple[float, _Kept]] = []
     for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.gathered_s), one.free_s)):
@@ -536,7 +537,7 @@ MOST_STATES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Traced training step in a recording of a job, from which step times with other settings are predicted later.
+    """Traced training step in a recording of a job, to predict step times with other settings later.
 
     Attributes:
         step: the traced step.
@@ -562,10 +563,10 @@ class RecordedStep:
 
 
 LEAST_COMPUTED = 0.1
-"""Minimum predicted computation time of coalesced modules, as a fraction of their traced computation time."""
+"""Minimum computation time that is predicted for coalesced modules, as a fraction of their traced time."""
 
 LEAST_STEP = 0.002
-"""Minimum predicted gain for which the local search changes a knob, as a fraction of the step's time."""
+"""The local search changes a knob only for a predicted gain of at least this fraction of the step's time."""
 
 COMPUTING, GATHERING, SCATTERING = range(3)
 NETWORK, NODE = range(2)
@@ -574,8 +575,8 @@ NETWORK, NODE = range(2)
 class _ShardedReplay:
     """Simulation of a training step of a sharded model (FSDP), as a graph of operations.
 
-    FSDP launches the gathers of prefetched modules when a module is about to be used. It waits for a scatter when it
-    needs the memory that the scatter still uses.
+    As in FSDP, the gathers of prefetched modules are launched when a module is about to be used, and a scatter is
+    awaited when its memory is needed.
 
     Attributes:
         total_s: simulated time of the step.

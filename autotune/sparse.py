@@ -76,7 +76,7 @@ class TouchCounts:
         self.n_samples += len(by_rank)
 
     def add_totals(self, touched: float, most: float, union: float) -> None:
-        """Add an iteration of which only the numbers of accessed rows are known, not their indices.
+        """Add the row accesses of one iteration, if only the numbers of rows are known, not the rows' indices.
 
         Args:
             touched: number of rows in the ranks' gradients ("touched" rows), summed over ranks.
@@ -96,7 +96,7 @@ class TouchCounts:
         return np.sort(self.counts)[::-1]
 
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the number of accesses to each of the given rows; 0 for rows that no gradient contained."""
+        """Return the number of accesses to each of `rows`; 0 for rows that no gradient contained."""
         wanted = np.asarray(rows, dtype=np.int64)
         # For a row above all touched rows, `searchsorted` returns the index after the last touched row. At this index
         # is the appended -1, which matches no row.
@@ -105,7 +105,7 @@ class TouchCounts:
 
 
 def coverage(counts: npt.NDArray[np.int64]) -> Curve:
-    """Return the coverage curve: the fraction of all row accesses that go to the k most frequently accessed rows.
+    """Return the coverage curve: the fraction of row accesses that go to the k most frequently accessed rows.
 
     The shape is `(n,)`, for k = 1, 2, …, n.
 
@@ -234,7 +234,7 @@ def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) 
 
 
 def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: float, union: float) -> Traffic:
-    """Estimate the traffic of an algorithm that sends rows with their indices (gather, owner)."""
+    """Estimate the traffic of an algorithm that sends each row with its index (gather, owner)."""
     row_bytes, others = form.row_bytes + form.index_dtype.itemsize, (ranks - 1) / ranks
     if path is SparsePath.GATHER:
         sent = max(touched - touched / ranks, most * others)
@@ -257,7 +257,7 @@ def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
 BLOCK_ROWS = (1, 8, 64)
 """Block sizes (numbers of consecutive rows) that are tried for the algorithm that all-reduces blocks of rows.
 
-It all-reduces the blocks of which any rank's gradient contains a row.
+The algorithm all-reduces each block that has a row in any rank's gradient.
 """
 
 MOST_HOT_BYTES = 16 << 20
@@ -269,7 +269,7 @@ MOST_DENSE_BYTES = 1 << 30
 HOT_SIZES = 24
 """Number of sizes that are tried for the set of an embedding's most frequently accessed (hot) rows.
 
-The sizes that are derived from the coverage curve are tried in addition.
+Further sizes are derived from the coverage curve.
 """
 
 
@@ -294,7 +294,7 @@ class CollectiveCosts:
 
 @dataclass(frozen=True, slots=True)
 class VolumeModel:
-    """Model that predicts from its traffic how long each plan takes to reduce one parameter's sparse gradient.
+    """Model that predicts how long each plan takes to reduce one parameter's sparse gradient, from the plan's traffic.
 
     A plan is an algorithm with its parameters.
 
@@ -367,17 +367,18 @@ class VolumeModel:
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
         """Return how many of the most frequently accessed (hot) rows to try to all-reduce as one dense buffer.
 
-        The coverage curve is the share of all accesses that go to the first n rows. Tried are its elbow, the n from
-        which it no longer rises, the number of rows that are cheaper to all-reduce than to gather, and numbers that are
-        equally spaced on a log scale.
+        The coverage curve is the share of all accesses that go to the first n rows. The numbers are the curve's elbow,
+        the n from which it no longer rises, the number of rows that are cheaper to all-reduce than to gather, and
+        numbers equally spaced on a log scale.
         """
         counts = self.counts.of(ranked)
         curve = coverage(counts)
         most = min(len(ranked), int(MOST_HOT_BYTES / self.form.flagged_bytes))
         if most < 1:
             return []
-        # With P ranks, a ring all-reduce sends a row 2(P-1)/P times from each rank. An all-gather sends it P-1 times
-        # from each rank that touches it, so that rows touched with a probability above 2/P are cheaper to all-reduce.
+        # With P ranks, each rank sends a row 2(P-1)/P times in a ring all-reduce. In an all-gather, each rank that
+        # touches the row sends it P-1 times. All-reducing is cheaper for rows that a rank touches with a probability
+        # above 2/P.
         cheaper_dense = int((counts > 2.0 / self.ranks * self.counts.n_samples).sum())
         spaced = np.geomspace(1, most, HOT_SIZES).astype(int).tolist()
         sizes = {elbow(curve), saturation_size(curve), cheaper_dense, *spaced}
@@ -397,19 +398,19 @@ TRIAL_BUDGET = 60
 """Maximum number of training iterations of the search for the fastest plan for a parameter's sparse gradient."""
 
 LOST_COVERAGE = 0.9
-"""Coverage of the hot rows, relative to their coverage when the plan was chosen, below which a new plan is chosen.
+"""A new plan is chosen if the coverage of the hot rows drops below this fraction of its value at the last choice.
 
 Coverage is the fraction of all row accesses that go to an embedding's most frequently accessed (hot) rows.
 """
 
 OTHER_VOLUME = 1.5
-"""Factor by which the number of rows in the ranks' sparse gradients must change before a new plan is chosen."""
+"""A new plan is chosen if the number of rows in the ranks' sparse gradients changes by at least this factor."""
 
 MEMORY = 0.1
 """Weight of the newest iteration in the moving averages of row accesses by which `AccessWatch` detects changes."""
 
 LEAST_WATCHED = 20
-"""Minimum number of iterations before a first change of row accesses is reported. Each report doubles this number."""
+"""Minimum number of iterations before `AccessWatch` reports a first change. Each report doubles this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +436,7 @@ class SparseDecision:
 
     Attributes:
         plan: plan for the next iteration.
-        candidates: plans to compare. The first one is the default, which is used unless another one is proved faster.
+        candidates: plans to compare. The first one is the default. It is used unless another plan is proved faster.
         learned: counted row accesses from which the candidates were derived; None before accesses have been counted.
         predicted_s: predicted time of each candidate; empty without predictions.
         measured_s: median measured time of each candidate, NaN for candidates without a measurement; empty before
@@ -467,10 +468,13 @@ class VolumeArm:
 
 
 class AccessWatch:
-    """Detects that other rows of an embedding, or more or fewer rows, are accessed than when its plan was chosen."""
+    """Detector of changes in the accesses to an embedding's rows since its plan was chosen.
+
+    A change means that other, more or fewer rows are accessed.
+    """
 
     def __init__(self, *, covered: float, touched: float, least: int) -> None:
-        """Create a detector that compares row accesses with the accesses at the time when the plan was chosen.
+        """Create a detector. The arguments describe the row accesses when the plan was chosen.
 
         Args:
             covered: fraction of accesses that went to the plan's most frequently accessed (hot) rows when the plan was

@@ -41,8 +41,8 @@ class Space(Protocol[_Accepted]):
     """Set of the settings that a search may choose from.
 
     Three more methods are optional:
-    `around(setting, tried)` yields permitted settings that differ from `setting` in one knob, without those that nearly
-    equal a setting in `tried`,
+    `around(setting, tried)` yields permitted settings that differ from `setting` in one knob, and skips those that
+    nearly equal a setting in `tried`,
     `every()` returns all settings, or `()` if there are too many to enumerate,
     `loses(setting)` returns whether gradients lose precision with the setting.
     """
@@ -62,9 +62,9 @@ class TrialStatus(Enum):
 
     COMPLETE = "complete"
     PRUNED = (
-        "pruned"  # the trial was stopped early, because its first iterations were clearly slower than the best setting
+        "pruned"  # The trial was stopped early, because its first iterations were clearly slower than the best setting.
     )
-    FAILED = "failed"  # the setting could not be applied
+    FAILED = "failed"  # The setting could not be applied.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +139,12 @@ class Arm(Protocol[S]):
     It has no threads, files, process groups or clocks of its own.
 
     Three more methods are optional. Each may return None for "no estimate":
-    `expected_improvement()` returns the largest gain expected of an untried setting, as a fraction of the shortest
-    measured communication time, and divided by the time of its trial relative to that time,
+    `expected_improvement()` returns the largest expected gain of an untried setting, as a fraction of the shortest
+    measured communication time, divided by the relative time of the setting's trial,
     `expected_span_s(knobs)` returns the communication time of a measured setting, estimated with the measurements of
     similar settings,
-    `promise(candidates)` returns the gain expected of each candidate, as a fraction of the shortest measured
-    communication time, `(n_candidates,)`. The gain is infinite for settings that the arm has no data about.
+    `promise(candidates)` returns the expected gain of each candidate, as a fraction of the shortest measured
+    communication time, `(n_candidates,)`. The gain is infinite if the arm has no data about the candidate.
 
     Attributes:
         name: unique name of the arm, for logs and records.
@@ -155,7 +155,7 @@ class Arm(Protocol[S]):
     def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
         """Return up to `n` settings to measure, or none if the search method (arm) has nothing to propose now.
 
-        `ask` must not change the arm's estimates of settings, because only `tell` has measurements.
+        `ask` must not change the arm's estimates, because only `tell` brings measurements.
         """
         ...
 

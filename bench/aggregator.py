@@ -1,7 +1,7 @@
 """Sums of frequent rows through `sirtaki aggregator`, compared with an all-reduce over Gloo and a parameter server.
 
 All ranks, the aggregator and the parameter server share this host's processors. Contenders alternate in one job. A
-sample is a block of sums on the slowest rank. Packets are lost at the receiver, at the server and every rank.
+sample is a block of sums on the slowest rank. To emulate loss, the server and every rank drop received packets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sirtaki.machine import Address, parse_address
 
 
 class LossyWire(Wire):
-    """A socket that drops each packet with the same probability after the kernel has delivered it."""
+    """Socket that drops each received packet with the same probability, after the kernel has delivered it."""
 
     def __init__(self, *, loss: float, seed: int, peer: Address | None = None) -> None:
         """Connect to one peer, or listen on a free port of this host."""
@@ -43,7 +43,7 @@ class LossyWire(Wire):
         self.lost = 0
 
     def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
-        """Yield batches of received packets, without the dropped ones."""
+        """Yield batches of received packets, without the dropped packets."""
         for rows, address in super().batches(most):
             kept = self._random.random(len(rows)) >= self._loss
             self.lost += len(rows) - int(kept.sum())
@@ -71,24 +71,26 @@ def pack(rows: Sequence[int], *, registers: int, capacity: int) -> Packets:
     """
     if registers < 1 or capacity < 1:
         raise ConfigError(f"{registers} registers and packets of {capacity} rows: both must be 1 or more")
-    packets: Packets = [[] for _ in range(-(-len(rows) // capacity))]  # line 1
-    left: list[int] = []  # G'
-    # A register's next candidate follows its last packet: earlier packets are full or hold a row of this register.
+    packets: Packets = [[] for _ in range(-(-len(rows) // capacity))]  # Line 1 of the paper's listing.
+    left: list[int] = []  # The paper's G'.
+    # A register's next candidate is the packet after its last one: earlier packets are full, or hold a row of this
+    # register.
     behind = [0] * registers
     first_open = 0
-    for row in rows:  # line 3
-        register = row % registers  # line 4
+    for row in rows:  # Line 3 of the listing.
+        register = row % registers  # Line 4 of the listing.
         place = max(behind[register], first_open)
-        while place < len(packets) and len(packets[place]) == capacity:  # line 16: full packets are no candidates
+        # Line 16 of the listing: full packets are no candidates.
+        while place < len(packets) and len(packets[place]) == capacity:
             place += 1
         if place == len(packets):
-            left.append(row)  # line 20
+            left.append(row)  # Line 20 of the listing.
             continue
-        packets[place].append(row)  # lines 13 and 14
-        behind[register] = place + 1  # lines 7 to 9
+        packets[place].append(row)  # Lines 13 and 14 of the listing.
+        behind[register] = place + 1  # Lines 7 to 9 of the listing.
         while first_open < len(packets) and len(packets[first_open]) == capacity:
             first_open += 1
-    packets += [left[begin : begin + capacity] for begin in range(0, len(left), capacity)]  # line 23
+    packets += [left[begin : begin + capacity] for begin in range(0, len(left), capacity)]  # Line 23 of the listing.
     return [packet for packet in packets if packet]
 
 
@@ -122,7 +124,7 @@ def serve(listener: socket.socket, ranks: int) -> None:
                     total = np.add.reduce(values)
                 barrier.wait()
                 peer.sendall(total.data)
-                barrier.wait()  # all ranks have their sums, so the next round may replace `total`
+                barrier.wait()  # All ranks have their sums, so that the next round may replace `total`.
         except (ConnectionError, threading.BrokenBarrierError):
             barrier.abort()
             peer.close()
@@ -284,7 +286,7 @@ def measure_packing(report: Report, seed: int) -> None:
 
 
 def measure_tables(report: Report, seed: int) -> None:
-    """Add the error of sums by tables: 100 000 sums of two numbers, and as many of eight."""
+    """Add the error of sums by tables, for 100 000 sums of two numbers, and as many sums of eight."""
     random = np.random.default_rng(seed)
     for name, low in (("positive, 0 … 1", 0.0), ("signed, -1 … 1", -1.0)):
         for terms in (2, 8):
@@ -303,7 +305,8 @@ def measure_tables(report: Report, seed: int) -> None:
                     "mean_error_by_largest_number": float((np.abs(total - exact) / np.abs(numbers).max(axis=0)).mean()),
                 }
             )
-    papers_bytes = sum(2 * table.size for name, table in vars(tables()).items() if name != "minus")  # 16 bits an entry
+    # An entry has 16 bits.
+    papers_bytes = sum(2 * table.size for name, table in vars(tables()).items() if name != "minus")
     report.notes.append(f"The paper's seven tables take {papers_bytes / 1024:.1f} KiB here, too.")
 
 
@@ -316,7 +319,7 @@ def serve_with_loss(loss: float) -> int:
 
 
 def main() -> int:
-    """Run all three parts."""
+    """Run all three parts of the benchmark."""
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
     flags.add_argument("--serve", type=float, help=argparse.SUPPRESS)

@@ -11,7 +11,7 @@ Case "host": ranks on one host, gradients of 27 MB. Case "capped": four emulated
 Mbit/s, a flow gets 100), gradients of 7.4 MB; needs root.
 
 It also measures `import torch` in processes without the variable, and how much of it Sirtaki's entry point takes.
-PyTorch's own search for entry points is not counted, because it happens where Sirtaki is not installed, too.
+PyTorch's own search for entry points is not counted, because it also happens without Sirtaki.
 
 Bars: later steps with zero changed lines take at most 1.05 times those with one line; `import torch` with the entry
 point takes at most 1.01 times as long as without (upper end of the paired interval of processor time).
@@ -41,7 +41,7 @@ WIDTHS = {"host": 1024, "capped": 512}
 """Size of the trained network, by case."""
 
 STEPS = {"first_step_s": "first step", "second_step_s": "second step", "step_s": "later steps"}
-"""Measured times that are compared between jobs, and their names."""
+"""{measured time that is compared between jobs: its name in tables}"""
 
 JOB_TIMEOUT_S = 600.0
 
@@ -98,11 +98,11 @@ print(time.process_time() - start, spent_s)
 
 
 def train(kind: str, where: int | NetLab, steps: int) -> dict[str, float]:
-    """Run one job. Return the seconds of its parts.
+    """Run one job, and return the seconds of its parts.
 
     Args:
         kind: one of `KINDS`.
-        where: number of ranks on this host, or an emulated cluster, which runs one rank per node.
+        where: number of ranks on this host, or an emulated cluster with one rank per node.
         steps: number of measured steps.
     """
     environ = {"KIND": kind, "STEPS": str(steps), "SIRTAKI_TUNE": "0", "SIRTAKI_REGISTRY": "off"}
@@ -123,14 +123,14 @@ def train(kind: str, where: int | NetLab, steps: int) -> dict[str, float]:
 
 
 def train_here(ranks: int, environ: Mapping[str, str]) -> str:
-    """Run the script with `torchrun` on this host. Return its output."""
+    """Run the script with `torchrun` on this host, and return its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--no-python", sys.executable, "-c", SCRIPT]
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=True).stdout
 
 
 def train_on_nodes(lab: NetLab, environ: Mapping[str, str]) -> str:
-    """Run the script with one rank on each emulated node. Return the output of rank 0."""
+    """Run the script with one rank on each emulated node, and return the output of rank 0."""
     size = lab.shape.nodes
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": lab.address(0), "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     jobs = [
@@ -160,7 +160,7 @@ def import_seconds() -> tuple[float, float]:
 
 
 def measure(report: Report, case: str, where: int | NetLab, *, rounds: int, steps: int, seed: int) -> None:
-    """Run jobs of all kinds alternately, and add their times, paired ratios and the bar of one case."""
+    """Run jobs of all kinds alternately, and add one case's times, paired ratios and bar."""
     measured: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
 
     def job(kind: str) -> float:

@@ -6,7 +6,7 @@ Each job compiles a function with forward, loss and backward of a GPT of 5.3 M p
 plain DDP (Gloo) alternate with jobs that call `sirtaki.torch.ddp.attach`. Inductor's caches are off. A sample is the
 processor time, and the wall time, of both calls on the slowest rank.
 
-Bar: attached DDP takes at most 1.10 times plain DDP's processor time (median of the ratios within pairs).
+Bar: attached DDP takes at most 1.10 times the processor time of plain DDP (median of the ratios within pairs).
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m bench.compiled [--quick] [--check] [--save] [--cases capped fast one-host]
 
-Takes 20 minutes, much of it compilation by Inductor; with --quick 6, by aot_eager. All contenders train a GPT of 5.3 M
-parameters in the same processes and alternate. Sirtaki runs the uncompiled model, the model compiled as a whole, the
-model compiled with `hvd.early_gradients()`, and the model in the number of parts that `sirtaki optimize` recommends for
-a recording of the whole model. DDP runs the compiled model, which PyTorch splits at DDP's buckets. On links where parts
-gain nothing, four parts show the cost of cuts. All measured steps of Sirtaki use the untuned default. A short warm-up
-of the whole model probes the links first.
+Takes 20 minutes, much of it compilation by Inductor. With --quick, it takes 6 minutes, with aot_eager as compiler. All
+contenders train a GPT of 5.3 M parameters in the same processes and alternate. Sirtaki runs the uncompiled model, the
+model compiled as a whole, the model compiled with `hvd.early_gradients()`, and the model in the number of parts that
+`sirtaki optimize` recommends for a recording of the whole model. DDP runs the compiled model, which PyTorch splits at
+DDP's buckets. On links where parts gain nothing, four parts show the cost of cuts. A short warm-up of the whole model
+probes the links first. All measured steps of Sirtaki use the untuned default.
 
 "capped": four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, at most 100 per flow). Blocks sleep instead of
 computing, because four computing ranks would leave two cores no time to send. "fast": two nodes with links of 20
@@ -79,7 +79,7 @@ def compiled_once(make_model: ModelMaker, backend: Any, comm: Any) -> None:
             model, batch = make_model()
             torch.compile(model, backend=backend, dynamic=False)(batch).backward()
         barrier = comm.Ibarrier()
-        while not barrier.Test():  # sleep between polls, because a wait in MPI spins on a core that rank 0 compiles on
+        while not barrier.Test():  # Sleep between polls: a wait in MPI spins on a core that rank 0 needs to compile.
             time.sleep(0.02)
 
 
@@ -95,7 +95,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     inner = options["backend"]
     early = hvd.early_gradients(inner)
     compiled_once(model, inner, comm)
-    # The first optimizer, because a recording follows the steps of a process's first optimizer.
+    # Record the first optimizer, because a recording follows the steps of a process's first optimizer.
     whole = CompiledSirtaki(model, backend=inner, tune=True)
     contenders: dict[str, Contender] = {WHOLE: whole}
     whole.warm_up()
@@ -108,7 +108,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     backends = {EARLY: early}
     if advice:
         backends[ADVISED] = hvd.early_gradients(inner, part_bytes=advice)
-    if not options["ddp"]:  # four parts show the cost of cuts where `early` may keep the model whole
+    if not options["ddp"]:  # Use four parts, to show the cost of cuts where `early` may keep the model whole.
         n_bytes = 4 * sum(parameter.numel() for parameter in whole.model.parameters())
         backends[IN_FOUR] = hvd.early_gradients(inner, part_bytes=n_bytes // 4)
     for name, backend in backends.items():
@@ -120,7 +120,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
         compiled_once(model, DDPOptimizer(size, torch._dynamo.lookup_backend(inner), first).compile_fn, comm)
         contenders[name] = CompiledDdp(model, bucket_mb=bucket_mb, backend=inner)
     for contender in contenders.values():
-        for _ in range(3):  # DDP rebuilds its buckets after the first step, Sirtaki learns the order in two
+        for _ in range(3):  # DDP rebuilds its buckets after the first step. Sirtaki learns the order in two steps.
             contender.step()
     steps = {name: one.step for name, one in contenders.items()}
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"], seed=options["seed"])
@@ -133,7 +133,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:
     """Add rows and bars from the ranks' measurements."""
     samples = dict(result["samples"])
-    samples.setdefault(ADVISED, samples[WHOLE])  # `sirtaki optimize` recommended the whole model
+    samples.setdefault(ADVISED, samples[WHOLE])  # `sirtaki optimize` recommended the whole model.
     setups = {ADVISED: "whole", **result["setups"]}
     report.compare(samples, WHOLE, ratio="ratio_to_whole", where={"case": case}, setup=setups)
     for name in (EARLY, ADVISED):

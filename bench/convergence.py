@@ -1,4 +1,5 @@
-"""The accuracy cost of sending fewer bytes, and less often: final losses of real training, compared with plain sums.
+"""The accuracy cost of compressed and of less frequent communication: final losses of real training, compared with
+plain sums.
 
     python -m bench.convergence [--quick] [--check] [--save] [--ranks 2]
 
@@ -38,12 +39,12 @@ LIMITS = {
     "diloco 16, 4 fragments": 1.10,
 }
 PAPERS = "diloco 16, the paper's momentum"
-"""A method without a bar, because the paper's setting needs many more outer steps than these tasks have."""
+"""Method without a bar: the paper's setting needs many more outer steps than these tasks have."""
 
 PLAIN, CONTEXT, SEEDS = "plain", 16, 3
 
 Task = tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
-"""A model, training inputs and targets, validation inputs and targets, and a number of steps."""
+"""A task: a model, training inputs and targets, validation inputs and targets, and a number of steps."""
 
 
 def digits() -> Task:

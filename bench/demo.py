@@ -51,11 +51,11 @@ JOB_TIMEOUT_S = 150.0
 ROUNDS = 8
 """Maximum number of turns of each contender."""
 LEAST_BUDGET = 12
-"""Fewest training steps of a search on a slow machine."""
+"""Minimum number of training steps of a search on a slow machine."""
 TELL_EVERY_S = 5.0
 """Seconds between two lines of progress."""
 
-# Wider than some terminals, because a table with cut intervals would mislead.
+# Width of the table. It exceeds some terminals' width, because a table with cut intervals would mislead.
 say = Console(highlight=False, soft_wrap=True, width=120).print
 
 
@@ -68,7 +68,7 @@ class Scene:
         title: title of the table.
         width: width of the net's layers.
         budget: maximum number of steps of the search. Its proof may take 1.5 times as many in addition.
-        tuning_s: seconds that search and proof should take at most. On a slow machine, the search makes fewer steps.
+        tuning_s: maximum seconds of search and proof. On a slow machine, the search makes fewer steps.
         turns_s: seconds after which no further round of turns begins, if there are enough rounds for a comparison.
         block: steps of one turn.
     """
@@ -156,7 +156,7 @@ def take_turns(comm: Any, options: Mapping[str, Any], make_model: Any, tell: Cal
         DDP: Ddp(make_model), UNTUNED: Sirtaki(make_model, tune=False), TUNED: tuned, REMEMBERED: remembered,
     }  # fmt: skip
     for contender in contenders.values():
-        for _ in range(3):  # in which the order of gradients is learned
+        for _ in range(3):  # Steps in which the order of gradients is learned.
             contender.step()
     tuned.sync.apply(Knobs.from_json(options["knobs"]))
     tell(text="the remembered setting is compared with the default, as in any job that finds one")
@@ -204,7 +204,7 @@ def _settle(contender: Any, comm: Any, progress: Callable[[int], None]) -> None:
 
 
 def _reason(contender: Any) -> str:
-    """Return why the tuner has kept its setting. "" on ranks other than 0, which do not know it."""
+    """Return why the tuner has kept its setting; "" on ranks other than 0, because only rank 0 has the reason."""
     search = contender.sync._search
     return "" if search is None else str(search.reason)
 
@@ -214,7 +214,10 @@ def _reason(contender: Any) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[dict[str, Any]]:
-    """Print the lines of progress that a job writes to a file, until the body ends. Yield the latest other facts."""
+    """Print the lines of progress that a job writes to a file, until the body of the context ends.
+
+    Yield a dict with all other facts that the job has written last.
+    """
     facts: dict[str, Any] = {}
     ended = threading.Event()
     path.touch()
@@ -241,7 +244,7 @@ def reading(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_scene(scene: Scene, where: int | NetLab) -> dict[str, Any]:
-    """Run the job that tunes, then the one whose contenders take turns. Write the report of the first.
+    """Run the job that tunes, then the job whose contenders take turns. Write the report of the first job.
 
     Returns:
         The results of both jobs, as far as there are any, and as "problem" why they are incomplete.
@@ -249,7 +252,7 @@ def run_scene(scene: Scene, where: int | NetLab) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="sirtaki-demo-") as folder:
         told, log = Path(folder) / "told.jsonl", Path(folder) / "trials.jsonl"
-        # No further setting is tried while contenders take turns.
+        # Try no further setting while contenders take turns.
         env = {"SIRTAKI_REGISTRY": str(Path(folder) / "registry.db"), "SIRTAKI_FREEZE_AFTER": "0"}
         options = {"told": str(told), "width": scene.width, "budget": scene.budget, "tuning_s": scene.tuning_s}
         with reading(told) as facts:
@@ -327,7 +330,7 @@ def show(scene: Scene, results: Mapping[str, Any]) -> None:
 
 
 def run_nodes() -> tuple[dict[str, Any] | None, str]:
-    """Return the results of the emulated cluster, or None and the reason. Without root, use a user namespace."""
+    """Return the results of the emulated cluster, or None and the reason. Without root, a user namespace is used."""
     prefix: list[str] = []
     if shutil.which("setpriv") is None:
         return None, "not installed: setpriv (package util-linux)"
@@ -349,7 +352,7 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--nodes", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = flags.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that the namespaces are removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # End as with Ctrl-C, so that the namespaces are removed.
     if args.nodes is not None:
         outcome: dict[str, Any]
         try:

@@ -3,8 +3,9 @@
     python -m bench.dpro [--quick] [--check] [--save] [--limit-s 480] [--parts accuracy overhead alignment …]
 
 Takes 8 minutes, `--quick` 2. On a busy machine it skips jobs and notes them. A row has the paper's figure, the figure
-measured here, the method, and the part that cannot be reproduced. Jobs run by the functions of `bench.replay`,
-`bench.profile` and `bench.optimize`. Rows on memory, compiled models and chosen plans quote `bench/results`.
+measured here, the method, and the part of the experiment that cannot be reproduced. Jobs run by the functions of
+`bench.replay`, `bench.profile` and `bench.optimize`. Rows on memory, compiled models and chosen plans quote
+`bench/results`.
 
 *accuracy* (figure 7, table 2): jobs are recorded, replayed, and compared with iterations that were not recorded, and
 with Daydream's rule. *overhead* (section 7.2): a step during a recording. *alignment* (figure 8): replays of a
@@ -72,7 +73,7 @@ PAPER: Mapping[str, tuple[str, str, str, str]] = {
     "question": ("", "one question to 64 ranks", "not reported", ""),
     "questions": ("", "further questions, about other units", "not reported", ""),
 }
-"""Figure, subject, the paper's value, and the part that one machine without GPUs cannot show."""
+"""Rows of the table: figure, subject, the paper's value, and the part that one machine without GPUs cannot show."""
 
 KEPT = {
     "operators": ("compiled", "÷ whole"),
@@ -80,11 +81,11 @@ KEPT = {
     "peak": ("memory", "peak off by"),
     "remedies": ("memory", "time off by"),
 }
-"""For figures that other benchmarks measure: the benchmark, and a word that occurs in the claims of its bars."""
+"""{figure that other benchmarks measure: the benchmark, and a word in the claims of its bars}"""
 
 
 MOST = 3
-"""Largest number of bars that are quoted one by one."""
+"""Maximum number of bars that are quoted one by one."""
 
 
 def line(key: str, here: str, how: str) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def kept_bars(page: str) -> dict[str, str]:
 
 PARTS = ("accuracy", "overhead", "alignment", "search", "scale", "speed")
 Subject = tuple[str, str, int]
-"""Case and model as in `bench.replay`, and the number of ranks."""
+"""A job to record: (case and model as in `bench.replay`, number of ranks)."""
 
 MAIN: Subject = ("gloo", "transformer", 2)
 """The job that is also used for alignment, search, extrapolation and speed."""
@@ -132,14 +133,17 @@ SUBJECTS: Sequence[Subject] = (
     ("gloo", "resnet50", 2),
     ("gloo", "transformer", 4),
 )
-"""The first jobs run even if time is short."""
+"""Jobs to record. The first ones run even if time is short."""
 
 SHARE_OF_ACCURACY = 0.5
-"""Share of the time limit for running jobs."""
+"""Fraction of the time limit that is used to run jobs."""
 
 SLEEPS = "resnet50"
-"""The model that sleeps instead of computing. A recording has no operators of it, so its passes cannot be replayed. The
-same holds for a straggler's forward pass, before which the rank sleeps."""
+"""Model that sleeps instead of computing.
+
+A recording contains no operators of it, so that its passes cannot be replayed. The same holds for a straggler's forward
+pass, before which the rank sleeps.
+"""
 
 CROWDS = (8, 16)
 MANY_RANKS = 64
@@ -254,7 +258,7 @@ def alignment(report: Report, job: FinishedJob) -> Rows:
 
 
 def _by_units(shifted: Recording) -> Recording:
-    """Return a recording whose clocks are aligned by the exchange of units only, as between hosts."""
+    """Return a recording whose clocks are aligned only by the times of units, as between hosts."""
     return replace(shifted, ranks={rank: replace(own, round_trip_s=1.0) for rank, own in shifted.ranks.items()})
 
 
@@ -277,7 +281,7 @@ def search(report: Report, job: FinishedJob) -> Rows:
 
 
 def _gradients(job: FinishedJob) -> int:
-    return sum(len(buffer.layout.sizes) for buffer in job.models[0].buffers) - 1  # the control flags
+    return sum(len(buffer.layout.sizes) for buffer in job.models[0].buffers) - 1  # The last entry is the control flags.
 
 
 def scale(report: Report, small: FinishedJob, args: Namespace) -> Rows:

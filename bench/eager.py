@@ -14,7 +14,7 @@ from bench.lib.harness import Report, Spread, finish, parser
 from bench.lib.ranks import in_turns, run_ranks, start
 
 NUMEL = 64
-FIRST_CALLS = 20  # not measured
+FIRST_CALLS = 20  # Calls that are not measured.
 BARS_US = {2: 40.0, 4: 120.0}
 
 

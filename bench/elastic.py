@@ -78,7 +78,8 @@ class Diaries:
         return self.events
 
     def recovered_at_s(self, survivors: Set[int], victims: Set[int], *, killed_s: float, size: int) -> float | None:
-        """Return when the last survivor finished an iteration without the victims; None if a survivor has not yet.
+        """Return when the last survivor finished an iteration without the victims; None if a survivor has not yet done
+        so.
 
         Args:
             survivors: process ids of the survivors.
@@ -107,11 +108,11 @@ def _event(pid: int, line: bytes) -> LogEvent:
 def recovered_at_s(
     events: Mapping[int, Sequence[LogEvent]], *, killed_s: float, size: int, last_step: int
 ) -> float | None:
-    """Return when the last survivor finished an iteration without the killed ranks; None if a survivor has not yet.
+    """Return when the last survivor finished an iteration without the killed ranks; None if not all survivors have.
 
     Such an iteration has fewer ranks. If new ranks joined before the survivors continued, the number of ranks is
-    unchanged. Then an iteration counts if the killed ranks cannot have taken part, which is so from the second one
-    after their last step.
+    unchanged. Then an iteration counts if the killed ranks cannot have taken part: from the second iteration after
+    their last step on.
 
     Args:
         events: events of the survivors.
@@ -130,7 +131,7 @@ def recovered_at_s(
 
 
 def joins_s(events: Mapping[int, Sequence[LogEvent]]) -> list[float]:
-    """Return the seconds from step to step wherever the number of ranks grew, on the slowest rank."""
+    """Return the duration of each step in which the number of ranks grew, on the slowest rank, in seconds."""
     costs: dict[tuple[int, int], float] = defaultdict(float)
     for own in events.values():
         steps = [event for event in own if event.kind == "step"]
@@ -142,7 +143,7 @@ def joins_s(events: Mapping[int, Sequence[LogEvent]]) -> list[float]:
 
 
 def faults(events: Mapping[int, Sequence[LogEvent]]) -> list[str]:
-    """Describe commits that differ between ranks, and commits that returned and were lost."""
+    """Describe commits that differ between ranks, and commits that were lost although the call had returned."""
     found: list[str] = []
     in_order = sorted((event for own in events.values() for event in own), key=lambda event: event.at_s)
     digests: dict[int, set[str]] = defaultdict(set)
@@ -219,7 +220,7 @@ def complete(alive: Mapping[int, Sequence[LogEvent]], ranks: int) -> bool:
 
 
 def wait_until(poll: Callable[[], _Answer]) -> _Answer | None:
-    """Poll until the answer is true, and return it. Return None after `PATIENCE_S` seconds."""
+    """Poll until the answer is true, and return the answer. Return None after `PATIENCE_S` seconds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         if found := poll():

@@ -4,7 +4,8 @@
 
 `sirtakirun` starts the same script (`bench.lib.elastic_steady`) with and without `--min-np` alternately, untuned. The
 ratio of a round is the ratio of its median steps. Then the script commits 100 MB periodically, and Sirtaki writes
-checkpoints to disk: once with all cores busy, and once with a single rank, which leaves a core to the writer.
+checkpoints to disk. This job runs once with all cores busy, and once with a single rank, which leaves a core to the
+writer.
 
 Bars: a step ≤ 1.005 of one with a fixed set of ranks; a commit of 100 MB ≤ 60 ms; a step during a write ≤ 1.05 with a
 free core.

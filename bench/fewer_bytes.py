@@ -1,4 +1,4 @@
-"""A training step with compressed gradients, compared with PyTorch's own hooks of the same kind, and DiLoCo's.
+"""A training step with compressed gradients, compared with PyTorch's own compression hooks, and with DiLoCo.
 
     python -m bench.fewer_bytes [--quick] [--check] [--save] [--cases capped equal] [--diloco]
 
@@ -96,7 +96,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 def _compressed(
     comm: Any, model: Callable[[], Any], given: Mapping[str, Any], block: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time the contenders that synchronise in every step. Return times and settings by contender. Collective."""
+    """Time contenders that synchronise in every step. Return times and settings by contender. Collective."""
     import sirtaki.torch as hvd
 
     contenders: dict[str, Contender] = {

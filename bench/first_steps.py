@@ -4,10 +4,10 @@
 
 Jobs of the three kinds alternate. Each trains a network of three layers (1 M parameters), first for two steps without
 Sirtaki, in which PyTorch loads its modules. Then the benchmark measures, on the slowest rank, `init()`, the creation of
-the optimizer, the first five steps, and the next 45 steps, which show whether work was only postponed. An untuned job
-has `SIRTAKI_TUNE=0`. A job with a stored setting reads it from the registry of an earlier job. A fresh job has an empty
-registry and writes to it when its warm-up ends, after these 50 steps. A job of one process is measured, too: `init()`
-is its only cost.
+the optimizer, the first five steps, and the next 45 steps. The last show whether work was only postponed. An untuned
+job has `SIRTAKI_TUNE=0`. A job with a stored setting reads it from the registry of an earlier job. A fresh job has an
+empty registry and writes to it when its warm-up ends, after these 50 steps. A job of one process is measured, too:
+`init()` is its only cost.
 
 Bars: from `init()` to the fifth step, a job with a stored setting takes at most 0.2 s more than an untuned one, a fresh
 one at most 0.4 s more (medians of differences within rounds); `init()` of one process takes at most 0.3 s.
@@ -53,7 +53,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
             optimizer.step()
 
     plain = torch.optim.SGD(model.parameters(), lr=1e-3)
-    train(plain, 2)  # PyTorch loads modules in its first steps
+    train(plain, 2)  # Train without Sirtaki first, because PyTorch loads modules in its first steps.
     marks_s = [time.perf_counter()]
     hvd.init()
     marks_s.append(time.perf_counter())
@@ -121,7 +121,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Without `start`, because it initialises MPI before `init()` can be measured.
+    # Do not use `start`: it initialises MPI before `init()` can be measured.
     if (options := rank_options()) is not None:
         on_rank(options)
     else:

@@ -77,12 +77,12 @@ SEARCHING = (TUNED, KEEPING, NEAR, LOSSY)
 
 RANKS_PER_NODE = {"nodes": 2, "nodes-slow": 2}
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
-"""Bars: tuned step over Gloo's step."""
+"""Bars: maximum ratio of the tuned step to Gloo's step, by case."""
 
 OF_BOUND = {"capped": 1.15, "capped-asleep": 1.15, "equal-asleep": 1.15}
 HOST_RANKS = 4
 PROOF = 25
-"""Steps by which a search may exceed its budget to prove a difference."""
+"""Number of steps by which a search may exceed its budget to prove a difference."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -162,7 +162,7 @@ class ShardedTraining:
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 3])
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - 2) : n][::-1])
             assert isinstance(self.model, FSDPModule)
-            with suppress(AttributeError):  # torch < 2.13
+            with suppress(AttributeError):  # For torch < 2.13.
                 self.model.set_separate_reduce_scatter_group(True)
 
     def step(self) -> float:
@@ -228,7 +228,7 @@ def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
 def warmed_up(name: str, options: Mapping[str, Any]) -> ShardedTraining:
     """Return a contender after its search, or after two steps if it does not search. Collective."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
-    os.environ["SIRTAKI_REFINE_UNTIL"] = "0"  # because the measured steps must all have the search's result
+    os.environ["SIRTAKI_REFINE_UNTIL"] = "0"  # Search to the end: the measured steps must all have the search's result.
     width, blocks = options["of"]
     trained = ShardedTraining(
         name, compute_s=options["compute_s"], connections=options["connections"], of=(width, blocks)
@@ -350,7 +350,7 @@ def main() -> int:
             "contenders": [
                 GLOO,
                 *(name for name in args.contenders if name != GLOO),
-            ],  # the reference is always present
+            ],  # The reference is present in any case.
             "expected": args.expected,
             "rounds": args.rounds or (2 if args.quick else 3),
             "steps": args.steps or (10 if case == "host" else 1),

@@ -4,7 +4,7 @@
 
 *Per gradient*: processor time of the training thread in the backward pass, the synchronisation and the zeroing of
 gradients, minus the processor time of the same step without synchronisation, divided by the number of gradients.
-Waiting and other threads do not count. Zeroing counts because it frees tensors that Sirtaki frees earlier. Gradients
+Waiting and other threads do not count. Zeroing counts, because it frees tensors that Sirtaki frees earlier. Gradients
 are tiny, so that copies and sends take no time. DDP is the reference. *Round*: one bit-vector all-reduce of the
 negotiation in its own thread, over MPI and over the mesh. *Idle*: processor time of an idle rank after training, and
 bytes that leave its node.
@@ -36,7 +36,7 @@ from sirtaki.machine import ReservedPorts, allowed_processors
 ROUND_BITS, ROUND_US = 161, 100.0
 IDLE_NODES = 2
 IDLE_BYTES_PER_S = 100.0
-"""Bar of the idle traffic. It allows for address resolution and the launcher's connections."""
+"""Maximum idle traffic (bar). It allows for address resolution and the launcher's connections."""
 
 
 def tiny_model() -> tuple[EmulatedModel, torch.Tensor]:
@@ -106,7 +106,7 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     from sirtaki.comm.gradients.negotiation import agree
 
     ranks = world(comm) if Backend(options["backend"]) is Backend.MPI else mesh_beside(comm)
-    ranks.failures.oversubscribed = ranks.size > len(allowed_processors())  # a job sets this when it starts
+    ranks.failures.oversubscribed = ranks.size > len(allowed_processors())  # A job sets this when it starts.
     own, samples = ranks.duplicate(), []
     bits = np.ones(ROUND_BITS, dtype=np.bool_)
 

@@ -51,13 +51,16 @@ from bench.lib.landscapes.contenders import (
 from bench.lib.landscapes.landscape import Landscape
 
 OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
-"""Recorded jobs for the tuner's development. The remaining recorded jobs are held back."""
+"""Recorded jobs for the tuner's development. All other recorded jobs are held back for evaluation."""
 
 USUAL_BUDGET = 100
-"""Iterations. With fewer, the only bar is that Sirtaki is at least as good as the best rival."""
+"""Minimum number of iterations for all bars.
+
+With fewer, the only bar is that Sirtaki is at least as good as the best rival.
+"""
 
 NOTHING_TO_GAIN = 1.005
-"""Largest ratio of default to best in a family in which the default counts as the best."""
+"""The default counts as the best setting in a family in which it takes at most this multiple of the best time."""
 
 BEST_ARM = "bayesian"
 """Name of the best single search technique."""
@@ -89,7 +92,7 @@ def landscape(family: str, seed: int) -> Landscape:
 def run_task(task: Task) -> list[dict[str, Any]]:
     """Return one JSON-ready row per contender."""
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # because probes that fit no model are logged
+    logging.disable(logging.CRITICAL)  # Hide log lines about probes that fit no model.
     rows = []
     scape = landscape(task.family, task.seed)
     for name in task.contenders:

@@ -47,7 +47,7 @@ from sirtaki.analysis.what_if import Baseline
 RANKS = 2
 RECORDED = 6
 WATCHED = 4
-"""Number of steps under torch.profiler. The peak is that of the last step."""
+"""Number of steps under torch.profiler. The peak of the last one counts."""
 
 ModelMaker = Callable[..., tuple[nn.Module, torch.Tensor]]
 MODELS: Mapping[str, ModelMaker] = {"resnet": small_resnet, "transformer": token_transformer, "lstm": lstm}
@@ -178,7 +178,7 @@ def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Variant, int]]:
 
 
 def way_of(lines: Sequence[str]) -> Variant:
-    """Split printed lines: lines about the model are to be executed, lines about the optimizer give `passes`."""
+    """Split printed lines: lines about the model are executed, lines about the optimizer determine `passes`."""
     passes = re.search(r"backward_passes_per_step=(\d+)", "\n".join(lines))
     about_model = list(takewhile(lambda line: not line.startswith("optimizer ="), lines))
     return {"lines": about_model, "passes": int(passes[1]) if passes else 1}

@@ -48,12 +48,12 @@ THREADS = (None, *ALLOWANCES)
 CTAS = tuple(map(ctas_for, THREADS))
 ALL_WAYS = for_each_class(tuple(NcclWay))
 SIZES = tuple(1 << power for power in range(10, 29))
-"""Sizes of the table in bytes."""
+"""Sizes of all-reduces in the table, in bytes."""
 
 # ── A table of all-reduces ───────────────────────────────────────────────────────────────────────────────────────────
 
 Row = tuple[NcclWay | None, int | None]
-"""NCCL's algorithm and protocol, and the number of CTAs (channels); None = NCCL's own choice."""
+"""Row of the table: NCCL's algorithm and protocol, and the number of CTAs (channels); None = NCCL's own choice."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,7 +113,7 @@ LL, LL128, SIMPLE = "LL", "LL128", "Simple"
 BASE_US = {
     TREE: {LL: 6.8, LL128: 14.0, SIMPLE: 8.4},
     RING: {LL: 6.6, LL128: 14.0, SIMPLE: 8.4},
-}  # baseLat
+}  # NCCL's baseLat.
 WITHIN_US = {TREE: {LL: 0.6, LL128: 1.25, SIMPLE: 4.0}, RING: {LL: 0.6, LL128: 1.9, SIMPLE: 3.4}}  # hwLat, NVLINK
 BETWEEN_US = {TREE: {LL: 5.0, LL128: 8.5, SIMPLE: 14.0}, RING: {LL: 2.7, LL128: 4.0, SIMPLE: 14.0}}  # hwLat, NET
 MOST_LL_WITHIN, MOST_LL_BETWEEN = 141.0, (39.0, 20.4)  # llMaxBws: of Hopper within a node, of Volta between nodes
@@ -122,7 +122,7 @@ TREE_CORRECTION = {
     LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1 1",
     LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1 1",
     SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9 .9",
-}  # treeCorrectionFactor, by log2(bytes / 64)
+}  # NCCL's treeCorrectionFactor, by log2(bytes / 64).
 GPUS, CHANNELS, NVLINK, NIC = 8, 16, 370.0, 50.0
 """Properties of a node: number of GPUs and of channels, GB/s of NVLink, and GB/s of each GPU's network interface."""
 
@@ -168,7 +168,8 @@ def modelled(nodes: int) -> NcclTimes:
         rails = (max(size_bytes, 5e7) / 5e7) ** 0.17 if nodes > 2 else 1.0
         return NIC * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7)) * rails
 
-    ways = [way for way in NcclWay if nodes == 1 or way.protocol != LL128]  # LL128 needs links within a node
+    # Skip LL128, which needs links within a node.
+    ways = [way for way in NcclWay if nodes == 1 or way.protocol != LL128]
     times_s: dict[Row, dict[int, float]] = {}
     for ctas in CTAS:
         channels = CHANNELS if ctas is None else ctas
@@ -333,11 +334,11 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
                 plan = CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=ROUTE[0])
                 try:
                     router.open_plan(plan)
-                except PlanError as err:  # raised on all ranks
+                except PlanError as err:  # This is raised on all ranks.
                     if control.rank == 0:
                         print(err, flush=True)
                     break
-                for _ in range(2):  # the first time is discarded
+                for _ in range(2):  # Discard the first time.
                     control.barrier()
                     begin = device.record_event(timed=True)
                     router.wait_for([work for _ in range(rounds) for work in router.all_reduce_plan(buffer, plan)])
@@ -373,10 +374,11 @@ def measure(path: Path, *, quick: bool) -> NcclTimes | None:
             "bench.nccl --measure needs two or more ranks: sirtakirun -np 2 python -m bench.nccl --measure …"
         )
     gpus = torch.cuda.device_count()
-    if hvd.local_size() > gpus:  # NCCL lets ranks share a GPU only if they appear to be on different hosts
+    if hvd.local_size() > gpus:  # NCCL lets ranks share a GPU only if they appear to be on different hosts.
         os.environ["NCCL_HOSTID"] = f"rank{hvd.rank()}"
     torch.cuda.set_device(hvd.local_rank() % gpus)
-    # With --quick fewer sizes: ranks that share a GPU communicate over slow sockets, and each row needs a communicator.
+    # Use fewer sizes with --quick: ranks that share a GPU communicate over slow sockets, and each row needs a
+    # communicator.
     table = measured(SIZES[:15:2], THREADS[::2], rounds=5) if quick else measured(SIZES[:17], THREADS, rounds=20)
     if not table.times_s:
         raise SystemExit("bench.nccl: NCCL cannot reduce between these ranks; see the log")

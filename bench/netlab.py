@@ -59,7 +59,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     for name, (devices, bucket_mb) in BY_HAND.items() if options["by_hand"] else ():
         contenders[name] = Ddp(model, bucket_mb=bucket_mb * scale, interfaces=",".join(["eth0"] * devices))
     for contender in contenders.values():
-        # DDP rebuilds its buckets after the first step, Sirtaki learns the order in two.
+        # DDP rebuilds its buckets after the first step. Sirtaki learns the order in two steps.
         for _ in range(2 if isinstance(contender, Sirtaki) else 1):
             contender.step()
     begin_s = time.perf_counter()

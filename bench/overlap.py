@@ -1,4 +1,4 @@
-"""Training steps with communication hidden behind the next forward pass as well: off, on, and PyTorch DDP.
+"""Training steps whose communication is also hidden behind the next forward pass: off, on, and PyTorch DDP.
 
     python -m bench.overlap [--quick] [--check] [--save] [--cases capped equal] [--networks resnet50 vgg16 bert_base]
 
@@ -35,7 +35,7 @@ from sirtaki.engine.tuning.overlap import PREPARING
 COMPUTE_S = 0.15
 DDP, BY_HAND, OFF, ON = "ddp", "ddp by hand", "off", "on"
 MEGABYTES = {"capped": 6.1, "equal": 2.6}
-"""Megabytes of gradients whose communication takes about as long as all computation."""
+"""Megabytes of gradients whose communication takes about as long as all computation, by network."""
 
 NETWORKS = ("resnet50", "vgg16", "bert_base")
 JOB_TIMEOUT_S = 560.0

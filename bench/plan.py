@@ -12,7 +12,7 @@ ranks only, because four nodes of one machine share its cores.
 
 The jobs of --unseen were chosen before any measurement, and used for no fit. Their bars: at most 30 % of predictions
 are refused, the median half width of an interval is ≤ 15 %, the truth is outside of at most 10 % of the intervals, and
-the worst error is ≤ 15 %. If DIR has the measurements of a run, they are judged again.
+the worst error is ≤ 15 %. Measurements that DIR has are not repeated.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ STEPS = 20
 HOST_RANKS = 2
 GLOO: Any = {"transport": TransportKind.GLOO, "algorithm": Algorithm.FLAT}
 SCATTER, MOST_TRIES = 0.05, 3
-"""Ratio of the quartiles' distance to the median above which a step is measured again, and number of measurements."""
+"""A step is measured again if the distance of its quartiles exceeds this ratio of the median, up to this number of
+times.
+"""
 
 EMULATED = {
     "resnet50": ("resnet50", 0.08, 0.12),
-    "vgg": ("vgg16", 0.015, 0.1),  # one tensor has three quarters of the elements
-    "densenet": ("densenet201", 0.1, 0.2),  # 604 tensors
+    "vgg": ("vgg16", 0.015, 0.1),  # One tensor has three quarters of the elements.
+    "densenet": ("densenet201", 0.1, 0.2),  # The network has 604 tensors.
     "bert": ("bert_base", 0.02, 0.15),
     "gpt2": ("gpt2", 0.015, 0.08),
     "inception": ("inception_v4", 0.05, 0.15),
@@ -149,7 +151,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> None:
     jobs = dict[str, Any]()
     for number in itertools.count():
         path = Path(options["orders"], f"{number}.order")
-        while not path.exists():  # not a broadcast, because MPI waits busily
+        while not path.exists():  # Do not broadcast, because MPI keeps a core busy while it waits.
             time.sleep(0.02)
         if (order := json.loads(path.read_text())) is None:
             return
@@ -159,7 +161,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> None:
         else:
             if order["model"] not in jobs:
                 jobs[order["model"]] = Sirtaki(make, tune=False)
-                for _ in range(3):  # learn the order of gradients
+                for _ in range(3):  # Learn the order of gradients.
                     jobs[order["model"]].step()
             calls = {
                 name: partial(step, jobs[order["model"]], Knobs.from_json(knobs))
@@ -187,14 +189,15 @@ def write(path: Path, content: Any) -> None:
 
 
 class WaitingRanks:
-    """Ranks that wait for orders, in an emulated cluster whose rates can be changed, or on this host."""
+    """Ranks that wait for orders, on this host or in an emulated cluster, whose rates can be changed."""
 
     def __init__(self, shape: LabShape | None, resources: contextlib.ExitStack) -> None:
         self._folder = Path(resources.enter_context(tempfile.TemporaryDirectory()))
         self._lab = None if shape is None else resources.enter_context(NetLab(shape))
         env = {} if shape is None else {"SIRTAKI_TRANSPORT": "gloo"}
         pool, options = resources.enter_context(ThreadPoolExecutor(1)), {"orders": str(self._folder)}
-        self._job: Future[Any] = pool.submit(run_ranks, "bench.plan", self._lab or HOST_RANKS, options, env=env)
+        where = self._lab or HOST_RANKS
+        self._job: Future[Any] = pool.submit(run_ranks, "bench.plan", where, options, env=env, timeout_s=3600)
         self._orders = 0
         resources.callback(self._order, None)
 
@@ -217,7 +220,7 @@ class WaitingRanks:
 
 
 def ask_plan(log: Path, at: LabShape | None, to: LabShape) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of `sirtaki plan` for a place, or else none and the reason of its refusal."""
+    """Return the rows of `sirtaki plan` for a place, or no rows and the reason of the refusal."""
     options = ["--ranks", str(to.nodes)]
     if at is None or replace(at, nodes=to.nodes) != to:
         options += ["--link-gbit", f"{to.link_bits_per_s / 1e9:g}", "--flow-gbit", f"{to.flow_bits_per_s / 1e9:g}"]
@@ -238,7 +241,10 @@ def settings_of(log: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(jobs: Sequence[RecordedHere], folder: Path) -> None:
-    """Record all jobs, then measure them at the other places, and write logs and times to a folder."""
+    """Record all jobs, then measure them at the other places, and write logs and times to a folder.
+
+    Jobs and places that the folder already has are not measured again.
+    """
     places = dict[Any, WaitingRanks]()
     with contextlib.ExitStack() as resources:
 
@@ -250,9 +256,12 @@ def measure(jobs: Sequence[RecordedHere], folder: Path) -> None:
             return places[key].ask(shape, order)
 
         for one in jobs:
-            ask(one.at, {"model": one.model, "log": str(folder / f"{one.name}.jsonl")})
-        found = []
-        for job, to in [(one, to) for one in jobs for to in one.to]:
+            if not (log := folder / f"{one.name}.jsonl").exists():
+                ask(one.at, {"model": one.model, "log": str(log)})
+        found = json.loads((folder / "times.json").read_text()) if (folder / "times.json").exists() else []
+        pairs = [(one, to) for one in jobs for to in one.to]
+        known = {(one["job"], LabShape(**one["to"])) for one in found}
+        for job, to in [(job, to) for job, to in pairs if (job.name, to) not in known]:
             log = folder / f"{job.name}.jsonl"
             settings = settings_of(log, ask_plan(log, job.at, to)[0])
             samples: dict[str, list[float]] = {name: [] for name in settings}
@@ -301,7 +310,7 @@ def main() -> int:
     report = Report(name="plan")
     with contextlib.ExitStack() as resources:
         folder = args.folder or Path(resources.enter_context(tempfile.TemporaryDirectory()))
-        if not (folder / "times.json").exists():
+        if not (folder / "notes.txt").exists():
             need_cluster()
             folder.mkdir(parents=True, exist_ok=True)
             begin_s, load = time.monotonic(), os.getloadavg()[0]

@@ -99,7 +99,7 @@ def _by_package(by_rank: Mapping[int, Entries]) -> dict[int, list[float]]:
             Path(files[rank]).write_text(json.dumps(content))
         trace = Trace(trace_files=files, trace_dir=directory)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # because pandas warns of deprecations
+            warnings.simplefilter("ignore")  # Hide pandas' deprecation warnings.
             trace.load_traces(use_multiprocessing=False, use_memory_profiling=False)
     names = trace.symbol_table.get_sym_table()
     found = {}
@@ -119,10 +119,10 @@ One iteration is discarded after torch.profiler is switched on, and one after it
 """
 
 WAYS: Mapping[str, bool | None] = {"off": None, "units": False, "operators": True}
-"""Variants of a block: whether operators are recorded; None = no recording."""
+"""{variant of a block: whether operators are recorded}; None = no recording"""
 
 LENGTHS = ("exposed_s", "beside_s")
-"""Fields of a recorded iteration that are durations. All further fields in seconds are times."""
+"""Fields of a recorded iteration that are durations. All other fields in seconds are times."""
 
 INJECTED = ((0.05, 20e-6), (-0.05, -20e-6), (0.05, -20e-6), (-0.05, 20e-6))
 

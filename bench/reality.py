@@ -41,7 +41,7 @@ from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 SHAPE = NETWORKS["capped"]
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-COMPUTE_S = 2.4  # of the unscaled model; two thirds are the backward pass
+COMPUTE_S = 2.4  # Seconds of computation of the unscaled model. Two thirds are the backward pass.
 GRID_UNITS = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 GRID_STREAMS = (1, 2, 4, 8, 16)
 BEST_OF_GRID = 3
@@ -102,7 +102,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     grid = [knobs for knobs in grid_settings(bare.layout) if knobs != winner]
     grid_spans_s = spans_s(bare, grid, options["grid_rounds"], options["seed"])
     order = sorted(range(len(grid)), key=lambda place: statistics.median(grid_spans_s[place]))
-    places = comm.bcast(order[:BEST_OF_GRID])  # because medians differ between ranks
+    places = comm.bcast(order[:BEST_OF_GRID])  # Use rank 0's choice, because medians differ between ranks.
     field = [winner, *(grid[place] for place in places)]
     field_spans_s = spans_s(bare, field, options["final_rounds"], options["seed"])
     found = {

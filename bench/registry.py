@@ -98,7 +98,7 @@ def random_topology(rng: random.Random) -> Topology:
 def random_entry(rng: random.Random, number: int) -> JobRecord:
     model, topology = random_model(rng), random_topology(rng)
     key = EntryKey(
-        model=digest(str(number))[:32],  # any unique fingerprint, because fingerprints are only compared
+        model=digest(str(number))[:32],  # Any unique fingerprint will do, because fingerprints are only compared.
         topology=topology.fingerprint(),
         world_size=topology.world_size,
         dtype="float32",
@@ -133,7 +133,7 @@ def timed(action: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
 
 def measure(n_entries: int, repeats: int) -> dict[str, Any]:
     rng = random.Random(SEED)
-    importlib.import_module("scipy.optimize")  # outside of the measurement, because it takes a third of a second
+    importlib.import_module("scipy.optimize")  # Load it before the measurement, because that takes a third of a second.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry.db"
         store = open_store(str(path))
@@ -143,7 +143,8 @@ def measure(n_entries: int, repeats: int) -> dict[str, Any]:
         queries["smallest"] = block_model(FAMILIES[2], (4, 4), 64)
         queries["stranger"] = random_model(rng, (STRANGER,))
         topology = Topology.from_ranks([f"h{rank // 4}" for rank in range(12)])
-        unchanged = open_store(str(path), read_only=True)  # stores no distances, so that every look-up is a first one
+        # A read-only store stores no distances, so that every look-up is a first one.
+        unchanged = open_store(str(path), read_only=True)
         lookups: list[dict[str, Any]] = []
         for name, model in queries.items():
 
@@ -204,7 +205,8 @@ def main() -> int:
         f"{1e3 * figures['lookup_first_worst_cpu_s']:.0f} ms at most",
         f"exact key: {1e3 * figures['exact_s']:.2f} ms",
     ]
-    # Worst query, best of three look-ups each, because other load on the machine delays single look-ups.
+    # Take the worst query, with the best of three look-ups for each query: other load on the machine delays single
+    # look-ups.
     worst_s = figures["lookup_first_worst_of_best_s"]
     claim = "the slowest query's first look-up, best of three"
     report.bar(claim, worst_s, LOOKUP_BAR_S, "s ")

@@ -88,17 +88,17 @@ SIBLINGS = {
     "bert_large": "bert_base",
     "gpt2": "gpt2_medium",
 }
-ASKED = ("sibling", "size")  # scenarios with a bar on iterations
+ASKED = ("sibling", "size")  # Scenarios with a bar on iterations.
 SCENARIOS = (*ASKED, "link", "all")
 ONE_HOST = "one host"
 DTYPE, DEVICE = "float32", "cuda"
 PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, LibraM, MgWfbp)
 BUDGET_ITERATIONS = 100
-CLOSE = 0.03  # share of the optimum within which a setting counts as found
+CLOSE = 0.03  # A setting counts as found if it is within this fraction of the optimum.
 NOISES = (0.03, 0.10)
-OTHER_JOBS_SEED = 10_000  # added to the seed of the warm-ups in the registry, so that their noise is independent
+OTHER_JOBS_SEED = 10_000  # Added to the seed of the warm-ups in the registry, so that their noise is independent.
 MOST_TRIED = 15
-CLEAR = 3.0  # standard errors
+CLEAR = 3.0  # Number of standard errors of the bars.
 
 
 # ── simulated jobs ───────────────────────────────────────────────────────────────────────────────────────────────────

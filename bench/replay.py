@@ -78,7 +78,7 @@ MODELS = ("resnet50", "transformer", "conv", "mlp")
 ON_ONE_HOST = ("shared_memory", "gloo", "mpi", "straggler")
 COMPUTE_S = 0.06
 SCALE = 0.1
-"""Scale of the emulated model's gradients, which makes it as small as the real models."""
+"""Scale of the emulated model's gradients, which makes them as small as the real models' gradients."""
 
 LATE_S = 0.04
 """Seconds that a straggler sleeps before each forward pass."""
@@ -129,7 +129,7 @@ class Timed(Sirtaki):
         return time.perf_counter() - begin_s, forward_s - begin_s, backward_s - forward_s
 
     def step(self) -> None:
-        """See `Contender`."""
+        """Run one training step. Collective."""
         self.timed_step()
         self.steps += 1
 
@@ -347,7 +347,7 @@ SHIPPED = {"between hosts": what_if.BETWEEN_HOSTS, "on one host": what_if.ON_ONE
 
 HALF_MAX_INTERVAL = math.log(MAX_INTERVAL_RATIO) / 2
 LEAST_ERROR = 0.01
-"""Smallest error of any question, because two sweeps of the same setting differ by as much."""
+"""Minimum error of every question, because two sweeps of the same setting differ by as much."""
 
 
 def misses() -> Iterator[Miss]:
@@ -361,7 +361,7 @@ def misses() -> Iterator[Miss]:
         model, default = PlanningModel.from_json(data["model"]), Knobs.from_json(data["default"])
         across = "cluster" in path.stem
         ranks = {"two": 2, "four": 4}.get(path.name.split("-")[0], 0)
-        if not across and model.host is None:  # older sweeps did not record it
+        if not across and model.host is None:  # Older sweeps did not record it.
             model = replace(model, host=SharedHost(ranks=ranks, processors=float(data["machine"]["cores"])))
         steps_s: dict[Knobs, list[float]] = {}
         for row in data["rows"]:
@@ -398,7 +398,7 @@ def misses() -> Iterator[Miss]:
 
 
 def answerable(some: Sequence[Miss]) -> list[Miss]:
-    """Return the questions that are not refused, and whose steps do not already make the interval too wide."""
+    """Return the questions that are not refused and whose measured steps do not already make the interval too wide."""
     return [one for one in some if one.refusal is None and one.open < HALF_MAX_INTERVAL]
 
 
@@ -434,7 +434,7 @@ def _shares(some: Sequence[Miss]) -> np.ndarray:
 
 
 def fit_errors(args: Any) -> int:
-    """Fit the errors, and add a row per job: errors of its predictions, and of its refused questions."""
+    """Fit the errors, and add a row for each job: errors of its predictions and of its refused questions."""
     report, by_kind, unseen = Report(name="replay_errors"), dict[str, list[Miss]](), list[Miss]()
     for one in misses():
         if one.unseen:
@@ -501,7 +501,7 @@ def _bars(report: Report, kind: str, predicted: Sequence[Judged]) -> None:
 
 
 def _off(some: Sequence[Miss], words: str) -> dict[str, float | str]:
-    """Return mean and largest error in per cent, with column names that begin with `words`."""
+    """Return the mean and the largest error in per cent, by column names that begin with `words`."""
     errors = [one.error for one in some]
     mean, worst = (percent(math.exp(of(errors)), 1.0) if errors else "" for of in (statistics.fmean, max))
     return {f"{words}, %": mean, f"{words} at worst, %": worst}
@@ -534,7 +534,7 @@ def main() -> int:
         for model in ["resnet50"] if case in NETWORKS else args.models:
             try:
                 measure(report, case, model, args)
-            except RuntimeError as err:  # the job failed or took too long; go on with the next one
+            except RuntimeError as err:  # The job failed or took too long. Go on with the next one.
                 report.notes.append(f"{case}, {model}: {str(err).splitlines()[0][:200]}")
     own = [abs(row["iteration, %"]) for row in report.rows if row["what"] == AS_IT_IS]
     others = [row for row in report.rows if row["what"] != AS_IT_IS and row["inside"] != "refused"]

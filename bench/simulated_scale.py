@@ -1,7 +1,7 @@
-"""What each rank and rank 0 use on up to 16 384 ranks: the control plane's real code on a simulated system.
+"""Costs of each rank, and of rank 0, on up to 16 384 ranks: the control plane's real code on a simulated system.
 
-The system of `tests/simulation/system.py` has its own clock, threads, TCP and key-value store: 10 µs per call, and 20
-or 50 µs per message on a host or between hosts of 8 ranks. Times are estimates, counts are exact.
+The system of `tests/simulation/system.py` has its own clock, threads, TCP and key-value store. A call takes 10 µs. A
+message takes 20 µs on a host, and 50 µs between hosts, which have 8 ranks each. Times are estimates, counts are exact.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def faults(size: int) -> dict[str, Any]:
 
 
 def parts(size: int) -> dict[str, Any]:
-    """Run the parts of a job that need not all connections."""
+    """Run the parts of a job that do not need all connections."""
     with job(size) as simulated:
         exchanged = checked(simulated.exchange())
     with job(size) as simulated:

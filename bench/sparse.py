@@ -127,7 +127,7 @@ class HorovodsRule(SparseContender):
     """Two all-gathers of the backward pass's result for each embedding; dense layers by grouped all-reduces."""
 
     def backward(self, step: int) -> None:
-        """See `SparseContender`."""
+        """Compute and synchronise the gradients of a batch. Collective."""
         import sirtaki.torch as hvd
 
         super().backward(step)
@@ -164,12 +164,12 @@ class SparseSirtaki(SparseContender):
         self._reducer = reducers_of(here)[-1]
 
     def backward(self, step: int) -> None:
-        """See `SparseContender`."""
+        """Compute and synchronise the gradients of a batch. Collective."""
         super().backward(step)
         self.optimizer.synchronize()
 
     def step(self) -> None:
-        """See `SparseContender`."""
+        """Run one training step. Collective."""
         self.optimizer.zero_grad()
         self.forward(self.batches[self.steps]).backward()
         self.optimizer.step()
@@ -229,7 +229,7 @@ def measure(report: Report, network: str, options: dict[str, Any]) -> None:
     ways = {name: _shortened(way) for name, way in result["ways"].items()}
     report.compare(samples, DDP, where={"network": network, "shape": shape, "zipf": zipf}, way=ways)
     best = min((path.value for path in SparsePath), key=lambda name: Spread.of(samples[name]).median)
-    if network != "host":  # on one host the same algorithm, measured twice, differs by 9 %
+    if network != "host":  # On one host, two measurements of the same algorithm differ by 9 %.
         for peer, limit, words in ((best, 1.02, ", the best"), (DDP, 0.50, "")):
             claim = f"{network}, {shape}, Zipf {zipf}: auto / {peer}{words}"
             report.bar(claim, ratio(samples, AUTO, peer), limit)

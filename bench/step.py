@@ -65,7 +65,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
         "tuned": Sirtaki(model, tune=True),
     }
     for contender in contenders.values():
-        for _ in range(3):  # DDP rebuilds its buckets after the first step, Sirtaki learns the order in two
+        for _ in range(3):  # DDP rebuilds its buckets after the first step. Sirtaki learns the order in two steps.
             contender.step()
     for name in ("tuned", ATTACHED, BACKEND):
         contenders[name].warm_up()

@@ -44,7 +44,7 @@ from sirtaki.comm.plan import Algorithm, Route, TransportKind
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-OCTAVES = 9  # unit sizes from 64 KiB to 16 MiB
+OCTAVES = 9  # Unit sizes from 64 KiB to 16 MiB.
 JOB_TIMEOUT_S = 1800.0
 
 Made = tuple[nn.Module, torch.Tensor]

@@ -1,10 +1,10 @@
-"""The memory of a rank by way in: optimizer, attached DDP, backend "sirtaki", zero changed lines, attached FSDP2.
+"""The memory of a rank by way of use: optimizer, attached DDP, backend "sirtaki", zero changed lines, attached FSDP2.
 
     python -m bench.ways [--quick] [--save] [--ranks 2]
 
 A job of each way trains the same network (100 MB of gradients, SGD without momentum) on one host, through its tuning
-phase. The benchmark reports the largest peak of resident memory of any rank, and the difference from PyTorch's own DDP
-or FSDP2 as a multiple of the gradients' bytes. Shared memory counts in each rank that uses it.
+phase. The benchmark reports the largest peak of resident memory of any rank. It also reports the difference from
+PyTorch's own DDP or FSDP2, as a multiple of the gradients' bytes. Shared memory counts in each rank that uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import textwrap
 
 from bench.lib.harness import Report, finish, parser
 
-# Name of a way → its kind, environment, and the way that it is compared with.
+# {name of a way of use: (its kind, its environment, the way that it is compared with)}
 WAYS = {
     "DDP over Gloo": ("gloo", {}, ""),
     "optimizer": ("optimizer", {}, "DDP over Gloo"),

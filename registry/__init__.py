@@ -1,9 +1,13 @@
-"""Store the fastest settings of jobs: records, graphs of models, databases. Imports no torch.
+"""Store the fastest settings of jobs in a database: records, graphs of models, search for similar jobs.
+
+Imports no torch.
 
 Records contain tuner classes (`Knobs`, `ShardKnobs`, `SparsePath`), so this package depends on `sirtaki.autotune`.
 """
 
-if __name__ != "sirtaki.registry":  # otherwise every module would be loaded twice, with different classes
+# Reject `import registry` without `sirtaki.`: both imports together would load each module twice, with two copies of
+# each class.
+if __name__ != "sirtaki.registry":
     raise ImportError(
         "write `import sirtaki.registry`, not `import registry`: both load the same code, which must be loaded only "
         "once"

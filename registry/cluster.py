@@ -61,7 +61,7 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     def octaves_from(self, other: LinkClass) -> int:
         """Return the distance of two speeds in factors of two, summed over bandwidth and latency.
 
-        Unknown values add nothing.
+        Unknown values add 0.
         """
         pairs = ((self.bandwidth_log2, other.bandwidth_log2), (self.latency_log2, other.latency_log2))
         return sum(abs(own - others) for own, others in pairs if own is not None and others is not None)
@@ -81,8 +81,7 @@ class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     Attributes:
         host: index of the host, counted from 0 in order of appearance.
         device: kind of the device, such as "cpu" or "NVIDIA H100".
-        device_index: index of the device on its host; ranks with equal indices share the device. None = the device is
-            not shared.
+        device_index: index of the device on its host. Ranks with equal indices share the device. None = not shared.
     """
 
     host: int
@@ -91,7 +90,8 @@ class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Summary of a topology that counts equal hosts and lists no ranks, so that thousands of them can be compared.
+    """Summary of a topology: the number of hosts of each kind. It lists no ranks, so that it is small and quick to
+    compare.
 
     Attributes:
         hosts: (description of a host, number of ranks on it, number of such hosts), sorted.
@@ -106,7 +106,7 @@ class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         kinds: Counter[str] = Counter()
         for detail, _, count in self.hosts:
             try:
-                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # the format that `Topology.shape` writes
+                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # Parse the format that `Topology.shape` writes.
             except ValueError:
                 kind = ""
             kinds[str(kind)] += count
@@ -175,10 +175,10 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return len(self.host_kinds)
 
     def _hosts(self) -> list[str]:
-        """Return a text for each host: its kind, and (device kind, ranks per device, number of such devices)."""
+        """Return a text for each host: its kind, and (kind of device, ranks per device, number of such devices)."""
         devices: list[Counter[tuple[str, int]]] = [Counter() for _ in self.host_kinds]
         for rank, place in enumerate(self.places):
-            # Use a unique index, because the rank does not share its device.
+            # The rank does not share its device: give the device a unique index.
             alone = -1 - rank
             index = alone if place.device_index is None else place.device_index
             devices[place.host][(place.device, index)] += 1
@@ -189,11 +189,14 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return texts
 
     def fingerprint(self) -> str:
-        """Return a digest of the topology that does not depend on host names or on the order of hosts and ranks."""
+        """Return a digest of the topology. Equal topologies have equal digests.
+
+        The digest depends neither on host names nor on the order of hosts and ranks.
+        """
         return digest(str(self.local_link), str(self.network_link), *sorted(self._hosts()))[:32]
 
     def shape(self) -> ClusterShape:
-        """Return a summary of the topology, in which hosts with equal descriptions are counted together."""
+        """Return a summary of the topology, in which equal hosts are counted together."""
         ranks = Counter(place.host for place in self.places)
         hosts = Counter((f"{text} {self.local_link}", ranks[index]) for index, text in enumerate(self._hosts()))
         return ClusterShape(

@@ -15,14 +15,17 @@ from .schema import RECORDS, JobRecord, StoredSetting
 FORMAT = "sirtaki-registry"
 VERSION = 4
 _SINCE = {"entries": 1, "row_ways": 2, "shard_ways": 4}
-"""{list of records: format version that added it}. Version 3 added values to row records, but no list."""
+"""{list of records: format version that added the list}.
+
+Version 3 is missing: it added fields of row records, but no list.
+"""
 
 MAX_FILE_CHARS = 1 << 29
 MAX_RECORDS = 100_000
 
 
 def write_document(records: Iterable[StoredSetting], file: IO[str]) -> int:
-    """Write a document with one record per line. Return the number of records."""
+    """Write a document with one record per line, and return the number of records."""
     records = list(records)
     file.write(f'{{"format": "{FORMAT}", "version": {VERSION}')
     for kind in RECORDS:

@@ -1,8 +1,8 @@
-"""Model graphs as networkx graphs: their digest, JSON, edit distance, lower bounds of the distance, and picture.
+"""Model graphs as networkx graphs: digest, JSON, edit distance of two graphs with lower bounds, and picture.
 
 Nodes are numbered 0, 1, … in the order of computation. Edges lead from an operation to the operations that read its
 output, so the graph is acyclic. Node labels and sorted edges are also stored as lists in the graph's attributes,
-because comparisons read them thousands of times. networkx is imported where a graph is built, because the import takes
+because comparisons read them thousands of times. networkx is imported when a graph is built, because the import takes
 0.1 s.
 """
 
@@ -34,7 +34,7 @@ else:
 
 
 def digest(*parts: str) -> str:
-    """Return the SHA-256 of the parts, in hexadecimal. Other boundaries between the parts give another digest."""
+    """Return the SHA-256 of the parts, in hexadecimal. The same text in other parts has another digest."""
     sha = hashlib.sha256()
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -160,7 +160,7 @@ def topological_order(graph: ModelGraph) -> list[int]:
 
 
 class GraphJson(Struct, forbid_unknown_fields=True):
-    """JSON form of a graph. Each edge has an empty label, because early versions allowed labels on edges."""
+    """JSON form of a graph. The label of an edge is empty. It exists because early versions allowed labels on edges."""
 
     directed: bool
     nodes: Annotated[list[tuple[Label, Label, Annotated[int, Meta(ge=0, le=2**63 - 1)]]], Meta(max_length=MAX_NODES)]
@@ -177,7 +177,7 @@ class GraphJson(Struct, forbid_unknown_fields=True):
 
 
 def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
-    """Return a JSON-ready dict that `GraphJson` can parse."""
+    """Return a JSON-ready dict, which `GraphJson` can parse."""
     return {
         "directed": True,
         "nodes": [list(node) for node in labels(graph)],
@@ -185,14 +185,14 @@ def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
     }
 
 
-Signatures = npt.NDArray[np.uint16]  # MAX_NODES and MAX_EDGES fit into 16 bits
+Signatures = npt.NDArray[np.uint16]  # 16 bits, because counts are at most MAX_NODES or MAX_EDGES
 
 KIND_BINS = 32
 LABEL_BINS = 128
 WIDTH = 2 + KIND_BINS + LABEL_BINS
 
-# Version of the format of signatures (counts of a graph's nodes by hashed kind and label). Increase it when the counts
-# change, so that signatures stored by other versions are recomputed.
+# Version of the signatures' format. A signature counts a graph's nodes by hashed kind and label. Increase the version
+# when the counts change, so that stored signatures of earlier versions are computed again.
 SIGNATURE_VERSION = 1
 
 
@@ -202,7 +202,7 @@ def _bin(label: str, bins: int) -> int:
 
 
 def signature(graph: ModelGraph) -> Signatures:
-    """Return a graph's signature: `(WIDTH,)` counts of nodes, edges, nodes by hashed kind and nodes by hashed label.
+    """Return a graph's signature: counts of nodes, edges, nodes by hashed kind and nodes by hashed label, `(WIDTH,)`.
 
     Signatures give a cheap lower bound of the edit distance of two graphs.
     """
@@ -220,12 +220,12 @@ def to_bytes(counts: Signatures) -> bytes:
 
 
 def is_signature(blob: object) -> bool:
-    """Return whether a value from a database, which may be damaged, is a signature."""
+    """Return whether a value is a signature. A value from a damaged database may not be one."""
     return isinstance(blob, bytes) and len(blob) == 2 * WIDTH
 
 
 def from_bytes(blobs: Sequence[bytes]) -> Signatures:
-    """Return `(len(blobs), WIDTH)` signatures from the output of `to_bytes`."""
+    """Convert the outputs of `to_bytes` to an array of signatures, `(len(blobs), WIDTH)`."""
     return np.frombuffer(b"".join(blobs), dtype="<u2").reshape(len(blobs), WIDTH)
 
 
@@ -234,19 +234,19 @@ Floats = npt.NDArray[np.float64]
 NODE_COST = 1.0
 EDGE_COST = 0.5
 
-# Cost of giving a node another label of the same kind: a fixed part, and a part for each doubling in size, up to a
-# limit. A label of another kind costs more, but less than a deletion and an insertion.
+# Cost of changing a node's label to another one of the same kind: a fixed part, and a part for each doubling in size,
+# up to a limit. A label of another kind costs more, but less than a deletion and an insertion.
 DETAIL_COST = 0.25
 DOUBLING_COST = 0.125
 SAME_KIND_LIMIT = 1.0
 OTHER_KIND_COST = 1.5
 
-# Largest number of nodes for which two graphs' nodes are paired by an optimal assignment, which takes cubic time. In
+# Largest number of nodes that an optimal assignment pairs with the nodes of another graph. It takes cubic time. In
 # larger graphs, the k-th nodes of equal kind are paired.
 MAX_ASSIGNED = 160
 
-# Largest number of nodes for which `least_distance` computes `assignment_bound`, which takes cubic time. It is large,
-# because this bound is only computed for display.
+# Largest number of nodes for which `least_distance` computes `assignment_bound`, which takes cubic time. It may be
+# large, because this bound is computed for display only.
 MAX_BOUNDED = 600
 
 
@@ -261,14 +261,14 @@ def node_cost(first: OperationLabel, second: OperationLabel) -> float:
 
 
 def mass(graph: ModelGraph) -> float:
-    """Return the cost of building the graph from an empty one."""
+    """Return the mass of a graph: the edit cost of building it from an empty graph."""
     return NODE_COST * len(graph) + EDGE_COST * len(edges_of(graph))
 
 
 def normalised(cost: float, total_mass: float) -> float:
     """Return an edit cost scaled to 0 (equal graphs) … 1 (nothing in common).
 
-    Uses the Steinhaus transform, because it preserves the triangle inequality. The quotient cost / mass does not.
+    Uses the Steinhaus transform, because it preserves the triangle inequality, unlike the quotient cost / mass.
 
     Args:
         cost: edit cost.
@@ -278,12 +278,18 @@ def normalised(cost: float, total_mass: float) -> float:
 
 
 def distance(first: ModelGraph, second: ModelGraph) -> float:
-    """Return the normalised upper bound of the edit distance: symmetric, at most 1, 0 for equal graphs."""
+    """Return the normalised upper bound of the edit distance of two graphs.
+
+    Symmetric, at most 1, and 0 for equal graphs.
+    """
     return normalised(upper_bound(first, second), mass(first) + mass(second))
 
 
 def least_distance(first: ModelGraph, second: ModelGraph) -> float:
-    """Return a normalised lower bound of the edit distance: the tightest one that takes about a second at most."""
+    """Return a normalised lower bound of the edit distance of two graphs.
+
+    It is the tightest bound that takes at most about a second.
+    """
     cost = label_bound(first, second)
     if max(len(first), len(second)) <= MAX_BOUNDED:
         cost = max(cost, assignment_bound(first, second))
@@ -293,8 +299,8 @@ def least_distance(first: ModelGraph, second: ModelGraph) -> float:
 def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
     """Return, for each of many graphs, a lower bound of the edit cost between it and one graph.
 
-    The number of unchanged nodes is at most the number of common labels, and the number of nodes that keep their kind
-    is at most the number of common kinds. Remaining nodes must be relabelled, deleted or inserted.
+    At most as many nodes stay unchanged as the graphs have common labels, and at most as many keep their kind as the
+    graphs have common kinds. All other nodes must be relabelled, deleted or inserted.
 
     Args:
         query: signature, `(WIDTH,)`.
@@ -312,7 +318,8 @@ def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
     return bounds
 
 
-def _least_cost(same_label: Any, same_kind: Any, fewer: Any, more: Any, edges: Any) -> Any:  # Any: number or array
+# Any, because the argument may be a number or an array.
+def _least_cost(same_label: Any, same_kind: Any, fewer: Any, more: Any, edges: Any) -> Any:
     relabelled = DETAIL_COST * (same_kind - same_label) + OTHER_KIND_COST * (fewer - same_kind)
     return relabelled + NODE_COST * (more - fewer) + EDGE_COST * edges
 
@@ -343,9 +350,9 @@ class _LocalCosts:
 
 
 def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Return a lower bound of the edit cost: the optimal assignment of nodes, each with half of its edges.
+    """Return a lower bound of the edit cost of two graphs. Takes cubic time.
 
-    Takes cubic time.
+    It is the cost of the optimal assignment of nodes, if each node's cost includes half of the cost of its edges.
     """
     costs = _local_costs(first, range(len(first)), second, range(len(second)))
     rows, columns = _assign(costs)
@@ -354,7 +361,10 @@ def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def upper_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Return an upper bound of the edit cost: that of a good assignment of nodes. Symmetric, 0 for equal graphs."""
+    """Return an upper bound of the edit cost of two graphs: the cost of a good assignment of nodes.
+
+    Symmetric, 0 for equal graphs.
+    """
     first, second = sorted(
         (first, second), key=lambda graph: (len(graph), len(edges_of(graph)), labels(graph), edges_of(graph))
     )
@@ -415,9 +425,9 @@ def _contexts(graph: ModelGraph, numbers: Sequence[int]) -> list[Hashable]:
 
 
 def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partners: list[int], free: set[int]) -> None:
-    """Pair the k-th unpaired node of a class (such as a label) in one graph with the k-th of this class in the other.
+    """Pair the k-th unpaired node of a class in one graph with the k-th unpaired node of this class in the other.
 
-    Updates `partners` and `free`.
+    A class contains, for example, all nodes with the same label. Updates `partners` and `free`.
     """
     waiting: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in sorted(free, reverse=True):
@@ -429,7 +439,7 @@ def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partne
 
 
 def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, right: Sequence[int]) -> _LocalCosts:
-    """Return the edit costs between the nodes `left` of one graph and the nodes `right` of another."""
+    """Return the edit costs of pairing nodes `left` of one graph with nodes `right` of another."""
     sides = [[nodes[index] for index in picked] for nodes, picked in ((labels(first), left), (labels(second), right))]
     kind = {name: number for number, name in enumerate({node.kind for side in sides for node in side})}
     label = {node: number for number, node in enumerate({node for side in sides for node in side})}
@@ -440,7 +450,7 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
     pair_NM = np.where(kind_N[:, None] == kind_M, pair_NM, OTHER_KIND_COST)
     pair_NM = np.where(label_N[:, None] == label_M, 0.0, pair_NM)
     delete_N, insert_M = np.full(len(left), NODE_COST), np.full(len(right), NODE_COST)
-    for end in (0, 1):  # count first the edges that begin at a node, then the edges that end at it
+    for end in (0, 1):  # First count the edges that begin at a node, then the edges that end at it.
         degree_N, degree_M = (
             np.bincount(np.array([edge[end] for edge in edges_of(graph)], dtype=np.int64), minlength=len(graph))[
                 [*picked]
@@ -467,7 +477,7 @@ def _assign(costs: _LocalCosts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
 
 _SAME, _CHANGED, _ALONE = "#2a9d8f", "#e9a23b", "#c0392b"
 
-# Graphs with more nodes are drawn without labels, because labels would overlap.
+# Graphs with more nodes are drawn without labels, because the labels would overlap.
 _MAX_LABELLED = 60
 
 

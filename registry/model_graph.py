@@ -1,4 +1,4 @@
-"""Capture a model's graph from autograd in its first forward pass, and coarsen it."""
+"""Capture a model's graph from autograd in its first forward pass, and merge small operations into larger nodes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _SHAPE_ONLY = {
     *("T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "ViewAsReal"),
 }
 
-# An operation with more parameters hides a part of the model (a compiled region, a fused RNN), so its parameters are
-# represented by a chain of nodes.
+# An operation with more parameters is represented by a chain of its parameters, because it hides a part of the model (a
+# compiled region, a fused RNN).
 _OPAQUE_PARAMETERS = 16
 
 
 def shapes_graph(shapes: Sequence[Sequence[int]]) -> ModelGraph:
-    """Return a stand-in for a model's graph: a chain of its parameters, in the order of their gradients.
+    """Return a substitute for a model's graph: a chain of its parameters, in the order of their gradients.
 
     Args:
         shapes: shape of each parameter.
@@ -53,8 +53,8 @@ class CapturedGraph:
     """Copy of the autograd graph of a model's output, without tensors.
 
     Attributes:
-        operations: operations by number, in the order of discovery.
-        edges: (input, output), by number.
+        operations: {number: operation}, in the order of discovery.
+        edges: (number of the input, number of the output).
         missing: shapes of parameters that the output does not depend on.
         n_reached: number of parameters with reduced gradients that the output depends on.
     """
@@ -72,8 +72,8 @@ class CapturedGraph:
         """
         import networkx as nx
 
-        # Nodes have the fields of `AutogradNode`. Their attribute `tail` will list the kinds of the operations that are
-        # merged into them below. Nodes and their neighbours keep the order of discovery.
+        # Nodes have the fields of `AutogradNode`, and a list `tail` of the kinds of all operations merged into them
+        # below. Nodes and their neighbours keep the order of discovery.
         operations = nx.DiGraph()
         for number, own in self.operations.items():
             operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
@@ -109,7 +109,7 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
         parameters: shape of each parameter whose gradient is reduced, by `id`. Parameters that no output depends on
             (unused, or hidden in a checkpointed block) are appended as a chain, in this order.
     """
-    # This dict also keeps autograd's nodes alive, because ids of dead nodes are reused.
+    # A dict, because it keeps autograd's nodes alive: ids of dead nodes are reused.
     found: dict[Any, int] = {}
     stack = []
     for function in _gradient_functions(outputs):
@@ -142,7 +142,7 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
 
 
 def _gradient_functions(outputs: object) -> Iterable[Any]:
-    """Yield the autograd node of each tensor in `outputs`, in the order of the nesting."""
+    """Yield the autograd node of each tensor in `outputs`, in the order in which the tensors are nested."""
     stack = [outputs]
     seen: set[int] = set()
     while stack:
@@ -163,9 +163,9 @@ def _gradient_functions(outputs: object) -> Iterable[Any]:
 
 
 def _fold_parameters(operations: nx.DiGraph) -> None:
-    """Merge each parameter that one operation uses into this operation, also through reshapes.
+    """Merge each parameter into the operation that uses it, also through reshapes.
 
-    Parameters that several operations use stay separate nodes.
+    A parameter that several operations use stays a separate node.
     """
     waiting = [number for number, kind in operations.nodes(data="kind") if kind == "parameter"]
     while waiting:
@@ -192,7 +192,10 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
-    """Merge each operation without parameters into its only predecessor, if this predecessor has no other successor."""
+    """Merge each operation without parameters into the operation before it, if both form a chain.
+
+    That is, the operation has one predecessor, and this predecessor has one successor.
+    """
     # Go from inputs to outputs, so that a chain of operations grows at its end.
     for number, own in reversed(list(operations.nodes(data=True))):
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
@@ -204,7 +207,7 @@ def _collapse_chains(operations: nx.DiGraph) -> None:
 
 
 def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
-    """Return the graph with nodes in the order of computation, because such graphs are easier to read and to match."""
+    """Return the graph with its nodes in the order of computation, which is easier to read and to match."""
     # Reverse the order of the nodes, because they were discovered from outputs to inputs.
     forward = operations.__class__()
     forward.add_nodes_from(reversed(list(operations)))
@@ -251,7 +254,7 @@ def _shape_text(shape: Sequence[int]) -> str:
 logger = logging.getLogger(__name__)
 
 # Maximum number of calls of outermost modules whose graphs are captured. If no call's output depends on all parameters
-# (some are unused, or the model is called in pieces), the graph with most parameters is used.
+# (some are unused, or the model is called in pieces), the graph with the most parameters is used.
 _MAX_CALLS = 8
 
 _NO_GRAPH = "Sirtaki cannot capture the graph of the model %s: the registry compares only the shapes of its parameters"
@@ -261,7 +264,7 @@ class ModelGraphRecorder:
     """Recorder of the graph of the first outermost module call whose output depends on all parameters with reduced
     gradients.
 
-    The recorder keeps no tensor of a forward pass, removes its hooks by itself, and never raises into training.
+    It keeps no tensor of a forward pass, removes its hooks by itself, and never raises an error into training.
     """
 
     def __init__(self) -> None:
@@ -285,8 +288,8 @@ class ModelGraphRecorder:
         self._best, self._name, self._calls = None, "", 0
         self._parameters = list(model_parameters)
         self._shapes = [tuple(parameter.shape) for parameter in reversed(self._parameters)]
-        # Ignore torch.compile's warning about global hooks, because this hook is removed before compilation, or has no
-        # effect in compiled code.
+        # Ignore torch.compile's warning about global hooks. The hook is removed before compilation, or has no effect in
+        # compiled code.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._watch()
 
@@ -305,7 +308,7 @@ class ModelGraphRecorder:
             try:
                 return self._best.graph
             except Exception:
-                # Continue without the graph, because it may be too large or have an unexpected form.
+                # Continue without the graph, which may be too large or have an unexpected form.
                 logger.debug(_NO_GRAPH, self._name, exc_info=True)
                 self._best, self._name = None, ""
         return None if self._shapes is None else shapes_graph(self._shapes)
@@ -323,8 +326,8 @@ class ModelGraphRecorder:
     def _remove_hooks(self) -> None:
         """Remove the hooks on modules.
 
-        If code may have been compiled, the global hook stays registered without effect, because Dynamo recompiles when
-        the set of global hooks changes.
+        If code may have been compiled, the global hook is disabled, but stays registered, because Dynamo recompiles
+        when the set of global hooks changes.
         """
         self._is_watching = False
         if self._module_hook is not None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .store import Store  # imports SQLAlchemy, which takes 0.25 s
+    from .store import Store  # For type checking only: it imports SQLAlchemy, which takes 0.25 s.
 
 
 def default_path() -> Path:
     """Return `registry.db` in the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache` if it is not set)."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # XDG requires an absolute path
+    # Ignore a relative path, because XDG requires an absolute one.
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     return base / "sirtaki" / "registry.db"
 
 
@@ -31,7 +32,8 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
         RegistryError: the registry cannot be opened. The message names a remedy.
     """
     if _loading is not None:
-        # Wait, because two threads that import modules with circular imports may see incomplete modules.
+        # Wait for the imports of `load_ahead`: two threads that import modules with circular imports may see incomplete
+        # modules.
         _loading.join()
     from .store import Store
 
@@ -64,7 +66,7 @@ _loading: threading.Thread | None = None
 
 
 def _load() -> None:
-    # Suppress errors, because the import at the look-up raises them again.
+    # Suppress errors: the import at the look-up raises them again.
     with contextlib.suppress(Exception):
         import networkx  # noqa: F401
         import sqlalchemy.dialects.sqlite  # noqa: F401

@@ -1,7 +1,7 @@
 """Records of the registry: settings of jobs, of sparse rows and of sharded training.
 
-Records contain tuner classes such as `Knobs`. When a record is read, the value ranges in the types of these classes are
-checked, too. On disk, records are JSON. `from_json` converts records of earlier releases.
+Records contain tuner classes such as `Knobs`. Reading a record also checks the value ranges in the types of these
+classes. On disk, records are JSON. `from_json` converts records of earlier releases.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from .cluster import MAX_RANKS, Ranks, Topology
 from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
 
 STALE_AFTER_S = 90 * 24 * 3600.0
-"""Difference in age, in seconds, from which a newer record replaces a faster one, because networks and device drivers
-change."""
+"""Age difference, in seconds, from which a newer record replaces even a faster one: networks and drivers change."""
 
 MAX_SPEEDUP = 100.0
 """Largest accepted speedup over the untuned default. Larger ones are rejected as measurement errors or forgeries."""
 
 MAX_AHEAD_S = 24 * 3600.0
-"""Largest accepted time, in seconds, by which a record's time of creation is ahead of this host's clock."""
+"""Seconds by which a record's time of creation may be ahead of this host's clock."""
 
 
 def local_time(seconds: float) -> str:
@@ -44,7 +43,7 @@ def local_time(seconds: float) -> str:
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Properties of a job and of a stored setting that must be equal, so that the job considers the setting."""
+    """Properties of a job by which it finds stored settings: a setting fits the job if both have equal keys."""
 
     kind: ClassVar[str]
 
@@ -86,12 +85,15 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _identity(self) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def supersedes(self, old: Any) -> bool:  # Any, but a record of the same type
+    def supersedes(self, old: Any) -> bool:  # Any, because a subclass accepts only a record of its own type.
         """Return whether this record replaces a stored one with the same id."""
         return bool(self.created_s > old.created_s)
 
-    def distance(self, wanted: Any) -> float:  # Any, because the records' types differ
-        """Return how much this record differs from what a job with the same key needs. Infinity = unusable."""
+    def distance(self, wanted: Any) -> float:  # Any, because each type of record compares with another type of value.
+        """Return how much this record differs from `wanted`, which describes a job with the same key.
+
+        Infinity = unusable.
+        """
         return 0.0
 
     def implausible(self) -> str:
@@ -104,7 +106,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return data
 
     def body(self) -> dict[str, Any]:
-        """Return the fields of `to_json` that are stored in the record's row: all but those of `graphs`."""
+        """Return the fields of `to_json` that are stored in the record's own row: all but those of `graphs`."""
         return self.to_json()
 
     @property
@@ -152,8 +154,8 @@ class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         gradients: `graph.gradients_fingerprint` of the reduced gradients.
         fixed: values of the knobs (parameters of a setting) that the user fixed, by name.
         condition: ratio of communication time to its usual value, such as "4×", if it changed during the job; "" =
-            usual. Jobs look up the key with the usual condition. Entries with other conditions are treated like entries
-            of similar jobs.
+            usual. Jobs look up the key with the usual condition. Entries with other conditions count as entries of
+            similar jobs.
     """
 
     kind = "key"
@@ -209,7 +211,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _OldLink(Struct, forbid_unknown_fields=True):
-    """Measured link as early versions stored it, with the concurrency curve as a list of factors."""
+    """Measured link as early versions stored it. Its concurrency curve is a list of factors."""
 
     latency_s: Number
     bandwidth_bytes_per_s: Positive
@@ -262,12 +264,12 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     gain: Gain | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Compare all fields but the graph, whose fingerprint is part of the key."""
+        """Compare all fields but the model's graph: its fingerprint is part of the key."""
         names = [name for name in self.__struct_fields__ if name != "model"]
         return type(other) is JobRecord and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # because `__ne__` of msgspec's Struct compares identities instead
+        return not self == other  # Define `__ne__`, because msgspec's own compares identities.
 
     __hash__ = None  # type: ignore[assignment]  # not hashable, because its key contains dicts
 
@@ -284,7 +286,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     def speedup(self) -> float:
         """Return the speed relative to the untuned default.
 
-        Speedups of different jobs are comparable, because each relates two times of the same job.
+        Speedups of different jobs are comparable, because each is a ratio of times in the same job.
         """
         return self.default_span_s / self.best_span_s
 
@@ -298,9 +300,9 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
         A complete record replaces an incomplete one, never the reverse. Of two incomplete records, the one with more
         trials wins, because a job that continues a search starts with the earlier trials. If the records differ in age
-        by more than `STALE_AFTER_S` or have equal knobs, the newer one wins. Otherwise the faster one wins if it is
-        faster by more than the noise, else the newer one. A job that has run a stored setting and found it slow passes
-        it to `Store.put` as `disproved`.
+        by more than `STALE_AFTER_S` or have equal knobs, the newer one wins. Otherwise the faster one wins if its lead
+        exceeds the noise, else the newer one. A job that has run a stored setting and found it slow passes it to
+        `Store.put` as `disproved`.
         """
         if self.complete != old.complete:
             return self.complete
@@ -333,11 +335,11 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         names = (name for name in self.__struct_fields__ if name not in ("model", "topology"))
         body: dict[str, Any] = {name: plain(getattr(self, name)) for name in names}
         if body["link"] is not None:
-            # Omit the link's `busy` (processors that a rank keeps busy), because it depends on the hosts, and earlier
-            # releases reject this field.
+            # Omit the link's `busy` (processors that a rank keeps busy): it depends on the hosts, and earlier releases
+            # reject the field.
             del body["link"]["busy"]
         if body["gain"] is None:
-            # Omit an empty gain, because earlier releases reject this field.
+            # Omit an empty gain: earlier releases reject the field.
             del body["gain"]
         return body
 
@@ -373,8 +375,9 @@ LIKE = 1.25
 """Largest ratio between the numbers of accessed parameter rows at which two access patterns count as alike."""
 
 LIKE_COVERAGE = 0.1
-"""Largest difference of `Skew.covered` (fraction of row accesses that go to frequent rows) between alike access
-patterns. If the fraction falls by this much during a job, the job counts the frequent rows again."""
+"""Largest difference of `Skew.covered` between alike access patterns. It is the fraction of row accesses that go to
+frequent rows. If it falls by this much during a job, the job counts the frequent rows again.
+"""
 
 _Rows = Annotated[int, Meta(ge=1, le=2**48)]
 _Touches = Annotated[float, Meta(ge=1, le=1e18)]
@@ -431,7 +434,7 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return max(*counts, coverage / LIKE_COVERAGE)
 
     def bucket(self) -> list[int]:
-        """Return the access pattern as a few integers, which are a part of the record's id.
+        """Return the access pattern as a few integers, which become a part of the record's id.
 
         Integers of alike access patterns are equal or differ by one.
         """
@@ -575,7 +578,7 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
         return "shard way", self.key.digest(), str(self.memory_bytes)
 
     def distance(self, wanted: int) -> float:
-        """Return `memory_bytes` minus `wanted`, the memory that a job allows.
+        """Return by how much this record's `memory_bytes` exceeds `wanted`, the memory that a job allows.
 
         Infinity if this record allowed less memory or is older than `STALE_AFTER_S`.
         """

@@ -80,8 +80,8 @@ models = Table(
     Column("body", LargeBinary, nullable=False),
 )
 
-# Signatures (counts of a graph's nodes by kind and label) have their own table, because each search for similar entries
-# reads all signatures but few graphs.
+# Signatures (counts of a graph's nodes by kind and label) are in a table of their own: a search for similar entries
+# reads all signatures, but few graphs.
 signatures = Table(
     "signatures",
     metadata,
@@ -123,7 +123,7 @@ entries = Table(
 distances = Table(
     "distances",
     metadata,
-    Column("low", String(64), primary_key=True),  # the lesser of the two fingerprints
+    Column("low", String(64), primary_key=True),  # The lesser of the two fingerprints.
     Column("high", String(64), primary_key=True),
     Column("distance", Float(53), nullable=False),
 )
@@ -136,7 +136,7 @@ def _table_of(kind: type[StoredSetting]) -> Table:
         kind.table,
         metadata,
         Column("id", String(64), primary_key=True),
-        Column("kind", String(64), nullable=False),  # digest of the key
+        Column("kind", String(64), nullable=False),  # Digest of the record's key.
         Column("created_s", Float(53), nullable=False),
         Column("body", Text, nullable=False),
         Index(f"{kind.table}_by_kind", "kind"),
@@ -154,7 +154,7 @@ SCHEMAS: Sequence[Sequence[Table]] = (
 )
 """Tables that each version of the schema added, in order. A read-only registry may have an older version."""
 
-# Id of an advisory lock of PostgreSQL. It is arbitrary, but equal in all processes.
+# Id of an advisory lock of PostgreSQL: an arbitrary number that is equal in all processes.
 _LOCK = 0x51A7A1
 
 # Number of attempts to write. If two jobs insert the same key or graph at the same time, the second insert fails, and
@@ -167,7 +167,7 @@ _MAX_GRAPH_BYTES = 1 << 27
 MAX_PER_KEY = 1000
 """Largest number of records with one key that are read from the database, newest first."""
 
-# Largest number of values in one SQL statement, because databases limit the number of a statement's parameters.
+# Largest number of values in one SQL statement, because databases limit a statement's parameters.
 _PARAMETERS = 500
 
 # Options of the PostgreSQL driver. Without utf8, the driver could return bytes. The timeout is in seconds.
@@ -211,7 +211,7 @@ class EntrySummary:
 
 
 class Candidate(NamedTuple):
-    """Columns of a stored entry that the search for entries of similar jobs needs."""
+    """Columns of a stored entry that are read to search for entries of similar jobs."""
 
     id: str
     model: str
@@ -325,7 +325,7 @@ class Store:
 
         Args:
             record: record to store.
-            disproved: stored record that this job has run and found slow. This record is replaced in any case.
+            disproved: stored record whose setting this job has run and found slow. It is replaced in any case.
 
         Returns:
             False if the stored record was better.
@@ -334,7 +334,7 @@ class Store:
 
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
         """Store each record that is better than the stored one. Return their number. On an error, store none."""
-        # Parse all records before any is written, because jobs could not read an invalid record.
+        # Parse all records before writing any, because jobs could not read an invalid record.
         for record in records:
             type(record).from_json(record.body(), record.graphs)
         for _ in range(_ATTEMPTS):
@@ -437,7 +437,7 @@ class Store:
                     connection.execute(delete(distances).where(*same_pair))
                 connection.execute(insert(distances), rows)
         except RegistryError as err:
-            # Ignore an IntegrityError, because it means that another process has stored the same distances.
+            # Ignore the error: another process has just stored the same distances.
             if not isinstance(err.__cause__, IntegrityError):
                 raise
 
@@ -492,7 +492,7 @@ class Store:
     def _prepare(self, engine: Engine) -> None:
         """Create missing tables, or check that the schema of a read-only registry can be read."""
         with engine.connect().execution_options(writes=not self.read_only) as connection, connection.begin():
-            # Take a lock on PostgreSQL, because only SQLite limits itself to one writer.
+            # Take a lock on PostgreSQL, which permits several writers. SQLite permits only one.
             if connection.dialect.name == "postgresql" and not self.read_only:
                 connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
             there = inspect(connection).has_table(versions.name)
@@ -549,7 +549,7 @@ class Store:
             ) from err
         except (SQLAlchemyError, OSError) as err:
             why = " ".join(str(getattr(err, "orig", None) or err).split())
-            # Compare the exact type of the error, because its subclasses report other errors than a damaged file.
+            # Compare the exact type: subclasses of the error report other problems than a damaged file.
             if self._path is not None and type(getattr(err, "orig", None)) is sqlite3.DatabaseError:
                 raise CorruptStoreError(
                     f"the file {self.name} is not a registry of tuning results, or it is damaged ({why})", self._path
@@ -664,7 +664,7 @@ def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dic
         (models, key.model, graph),
         (signatures, key.model, summary),
         (topologies, key.topology, cluster),
-    ):  # rows that exist are overwritten only if they may be damaged
+    ):  # Overwrite existing rows only if they may be damaged.
         same = table.c.fingerprint == fingerprint
         if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
             connection.execute(insert(table).values(fingerprint=fingerprint, **values))
@@ -755,16 +755,17 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
                 try:
                     connection.execute("SELECT count(*) FROM sqlite_schema")
                 except sqlite3.OperationalError:
-                    # With WAL, even readers write an index file beside the database, unless opened as `immutable`.
+                    # Open the database as `immutable`: otherwise even readers in WAL mode write an index file beside
+                    # it.
                     connection.close()
                     connection = _connect(path, "mode=ro&immutable=1")
-            # Disable implicit transactions, because `_begin` below starts transactions.
+            # Disable implicit transactions: `_begin` below starts them.
             connection.isolation_level = None
             connection.execute("PRAGMA foreign_keys = ON")
             if not read_only:
                 if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
                     connection.execute(f"PRAGMA journal_mode = {journal}")
-                # Choose a level of durability at which nothing is lost if the process is killed.
+                # Choose this level of durability: nothing is lost if the process is killed.
                 connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
         except sqlite3.Error:
             # Close the connection on an error, such as a damaged file.
@@ -776,7 +777,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        # Take the write lock at once, because upgrading a read lock later could fail.
+        # Take the write lock at once: upgrading a read lock later could fail.
         writes = connection.get_execution_options().get("writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -794,7 +795,7 @@ def is_damaged(path: Path) -> bool:
         finally:
             connection.close()
     except sqlite3.DatabaseError as err:
-        # Only the exact type means damage, because its subclasses report locks and missing permissions.
+        # Compare the exact type: its subclasses report locks and missing permissions, not damage.
         return type(err) is sqlite3.DatabaseError
 
 
@@ -804,17 +805,21 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _is_on_network(path: Path) -> bool:
-    """Return whether hosts may share the file. WAL needs shared memory, so it works on one host only."""
+    """Return whether other hosts may access the file.
+
+    In that case, WAL cannot be used, because it needs shared memory.
+    """
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         # Without /proc, assume that the file is on a local disk.
         return False
     folder, around = os.path.realpath(path.parent), [(0, 0, "")]
-    # Prefer the later of two mounts at one place, because it hides the earlier mount.
+    # Prefer the later of two mounts on one folder, because it hides the earlier one.
     for number, line in enumerate(lines):
         _, place, kind, *_ = line.split()
-        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")  # a space is \040
+        # In this file, a space is written as \040.
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")
         if f"{folder}/".startswith(f"{place}/"):
             around.append((len(place), number, kind))
     return max(around)[2].startswith(_NETWORK_FILE_SYSTEMS)

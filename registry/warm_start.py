@@ -40,13 +40,13 @@ from .schema import EntryKey, JobRecord
 if TYPE_CHECKING:
     from .store import Store
 
-# The model's distance has more weight than the cluster's, because the model influences the best setting more.
+# Weights of the model's and the cluster's distance. The model has more, because it influences the best setting more.
 MODEL_WEIGHT = 0.7
 TOPOLOGY_WEIGHT = 0.3
 OTHER_DTYPE = 0.05
 
-# Search step sizes: the database lists _STRETCH entries at a time, and _BATCH of their model graphs at a time are
-# compared with the graph of the job's model.
+# Step sizes of the search: the database lists _STRETCH entries at a time. _BATCH of their model graphs at a time are
+# compared with the job's graph.
 _STRETCH = 32
 _BATCH = 2
 
@@ -72,8 +72,8 @@ def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves
     """Return the normalised cost of turning one cluster into the other, host by host; 0 to 1, symmetric.
 
     This is the edit distance of two star graphs, with a node for each host and one for the network. Equal hosts are
-    paired first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). Changing an
-    edge's label costs a part of the edge's cost for each factor of two, at most the whole cost.
+    paired first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). For each factor
+    of two, changing the label costs a part of the edge's cost, at most the whole cost.
 
     Args:
         first: a cluster.
@@ -137,11 +137,12 @@ def nearest(
     names, signatures = store.signatures()
     costs = histogram_bounds(signature(model), signatures)
     masses = signatures[:, :2] @ np.array([NODE_COST, EDGE_COST]) + mass(model)
-    bounds = 2 * costs / np.maximum(masses + costs, 1e-9)  # normalised lower bounds, `(n_models,)`
+    # Lower bounds of the models' normalised distances, `(n_models,)`.
+    bounds = 2 * costs / np.maximum(masses + costs, 1e-9)
     clusters = {other: topology_distance(shape, there) for other, there in store.shapes().items()}
     computed, new = {**store.distances(name), name: 0.0}, dict[str, float]()
     found: list[tuple[float, bool, str, Match]] = []
-    limit = max_distance  # largest distance of an entry that can still be among the nearest
+    limit = max_distance  # Largest distance of an entry that can still be among the `k` nearest.
     order = np.argsort(bounds, kind="stable")
     for first in range(0, len(order), _STRETCH):
         floors = {names[index]: MODEL_WEIGHT * bounds[index] for index in order[first : first + _STRETCH]}
@@ -157,8 +158,8 @@ def nearest(
         for start in range(0, len(extras), _BATCH):
             batch = [item for item in extras[start : start + _BATCH] if item[0] <= limit]
             unknown = sorted({candidate.model for *_, candidate in batch} - computed.keys())
-            # After the time limit, compute no more distances. Stored distances are still used, so that a job on a busy
-            # host finds the entries of its own model.
+            # After the time limit, use only stored distances, so that a job on a busy host still finds the entries of
+            # its own model.
             if not batch or ((first or start) and unknown and clock() > end_s):
                 break
             graphs = store.models(unknown) if unknown else {}
@@ -182,25 +183,27 @@ def nearest(
     return [match for *_, match in found]
 
 
-# Ratios of sizes and speeds below this factor are treated as noise, because measured latencies and bandwidths are
-# noisy.
+# Ratios of sizes and speeds below this factor count as 1, because measured latencies and bandwidths are noisy.
 _ALIKE = 1.25
 
 # Smallest relative gain in throughput that justifies another stream (parallel connection).
 _LEAST_GAIN = 0.05
 
-# Lower limit on start-up times of a link, in seconds. A fit may return almost 0, and a ratio of two values near 0 would
-# be noise.
+# Lower limit of a link's start-up time in seconds. A fit may return almost 0, and a ratio of two such values is only
+# noise.
 _LEAST_STARTUP_S = 1e-6
 
 
 def alike(factor: float) -> bool:
-    """Return whether a ratio of sizes or speeds is so close to 1 that the difference is treated as noise."""
+    """Return whether a ratio of sizes or speeds is so close to 1 that its difference from 1 may be noise."""
     return 1 / _ALIKE < factor < _ALIKE
 
 
 def link_class(link: LinkModel) -> LinkClass:
-    """Return the rounded speed of a measured link: its highest throughput, and its start-up time as latency."""
+    """Return the rounded speed of a measured link.
+
+    Its highest throughput is the bandwidth, its start-up time the latency.
+    """
     return LinkClass.of(bandwidth_bytes_per_s=max(link.throughput), latency_s=_startup_s(link))
 
 
@@ -210,9 +213,10 @@ def link_ratios(there: LinkModel, here: LinkModel) -> tuple[float, float]:
 
 
 def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float) -> float:
-    """Return the factor by which to scale the unit (bucket) size. The best size is proportional to √(M·α/β).
+    """Return the factor by which an earlier job's unit (bucket) size must be multiplied.
 
-    M is the size of the gradients, α the latency, and 1/β the bandwidth.
+    The best size is proportional to √(M·α/β), where M is the size of the gradients, α the latency, and 1/β the
+    bandwidth.
     """
     return math.sqrt(latency_ratio * bandwidth_ratio * size_ratio)
 
@@ -220,7 +224,7 @@ def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float)
 def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
     """Replace planned unit (bucket) boundaries by units of one size: that of the unit that contains the median byte.
 
-    The median is over bytes, not over units, because plans often have small units at both ends on purpose.
+    The median is taken over bytes, not over units, because plans often have small units at both ends on purpose.
     """
     if not knobs.cuts:
         return knobs.but(cuts=None)
@@ -245,7 +249,7 @@ def scaled_streams(knobs: Knobs, there: LinkModel, here: LinkModel, *, unit_byte
 
 
 def bounded(unit_bytes: float) -> int:
-    """Return the unit (bucket) size, limited to the allowed range."""
+    """Return the unit (bucket) size, limited to the permitted range."""
     return max(SMALLEST_UNIT_BYTES, min(LARGEST_UNIT_BYTES, round(unit_bytes)))
 
 
@@ -328,7 +332,7 @@ class WarmStart:
 def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
     """Return the `k` nearest records of other jobs, by ascending distance. Unreadable records are skipped.
 
-    Measured links are not part of the key, so they are compared here, for twice as many records as requested.
+    The store does not compare measured links. They are compared here, for twice as many records as requested.
 
     Raises:
         RegistryError: the store cannot be read.
@@ -432,10 +436,10 @@ def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
 
 
 def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None) -> tuple[float, float]:
-    """Return the ratios job / record of the links' latency and bandwidth.
+    """Return the latency and the bandwidth of the job's link, each divided by that of the record's link.
 
-    If a link was not measured, equal links and a ring all-reduce are assumed, so latency is proportional to the number
-    of ranks.
+    If a link was not measured, equal links and a ring all-reduce are assumed, so that the latency is proportional to
+    the number of ranks.
     """
     if record.link is not None and here is not None:
         return link_ratios(record.link, here)

@@ -25,9 +25,9 @@ SETS = 128
 """Number of sets of hyperparameters of the Gaussian process that are drawn from their prior."""
 
 KEPT = 8
-"""Number of sets of hyperparameters of the Gaussian process over which predictions are averaged.
+"""Number of sets of hyperparameters over which predictions are averaged: those with the largest evidence.
 
-The sets with the largest evidence (marginal likelihood) are used.
+Evidence is the marginal likelihood of the fitted points.
 """
 
 LENGTH, LENGTH_SPREAD = 0.7, 0.9
@@ -37,10 +37,10 @@ Coordinates range from 0 to 1.
 """
 
 LEVEL = 0.5
-"""Standard deviation of a constant offset that the Gaussian process has for each route (transport and algorithm).
+"""Standard deviation of the offset that the Gaussian process has for each route (transport and algorithm).
 
-The offset makes some routes faster than others at all points. Its standard deviation is relative to that of the
-kernel's Matérn part.
+It is relative to the standard deviation of the kernel's Matérn part. The offset models that one route is faster than
+another at all points.
 """
 
 SCALE, SCALE_SPREAD = 1.0, 0.5
@@ -50,7 +50,10 @@ NOISE, NOISE_SPREAD = 0.05, 0.8
 """Log-normal prior of the relative noise of one measurement: median, and standard deviation of the logarithm."""
 
 JITTER = 1e-4
-"""Variance added to each point, because the kernel matrix may not be positive definite in single precision."""
+"""Variance added to each point of the Gaussian process.
+
+Without it, the kernel matrix may not be positive definite in single precision.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ class GaussianProcess:
         kernel_SNN[:, diagonal, diagonal] += (every.noise_S[:, None] / self._unit) ** 2 / measured_N + JITTER
         lower_SNN = np.linalg.cholesky(kernel_SNN)
         white_SN = np.empty((SETS, len(z_N)))
-        for i, z in enumerate(z_N):  # solve lower · white = z by forward substitution
+        for i, z in enumerate(z_N):  # Solve `lower · white = z` for `white`, by forward substitution.
             white_SN[:, i] = (z - (lower_SNN[:, i, :i] * white_SN[:, :i]).sum(1)) / lower_SNN[:, i, i]
         log_evidence_S = -0.5 * (white_SN**2).sum(1) - np.log(lower_SNN[:, diagonal, diagonal]).sum(1)
         log_evidence_S -= repetitions * (np.log(every.noise_S) + 0.5 * (noise / every.noise_S) ** 2)
@@ -145,7 +148,7 @@ class GaussianProcess:
         scaled_SMN = (sets.inverse_squares_SD @ squares_DMN.reshape(-1, m * n)).reshape(-1, m, n)
         root = np.sqrt(
             5.0 * scaled_SMN.astype(np.float32)
-        )  # float32 needs half the time of float64, and 6 digits suffice
+        )  # Use float32: it needs half the time of float64, and 6 digits suffice.
         matern_SMN = (1.0 + root + root**2 / 3.0) * np.exp(-root)
         same_MN = (routes_M[:, None] == self._routes_N[None, :]).astype(np.float32)
         shared_S11 = sets.shared_S[:, None, None].astype(np.float32)
@@ -167,11 +170,14 @@ class GaussianProcess:
         return self._mean + self._unit * mean_KM, self._unit * np.sqrt(variance_KM)
 
 
-MAX_FITTED_TRIALS = 60  # the time of a fit is cubic in this number: 60 trials take about 20 ms
-MAX_CANDIDATES = 2000  # maximum number of settings of the grid for which the expected improvement is computed
-HOPELESS = 2.5  # longer times than this multiple of the shortest time are clipped to it, to not distort the fit
-REFINED = 4  # number of best settings around which unit (bucket) sizes between those of the grid are candidates, too
-FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8  # number of such sizes on each side of a best setting's, and per factor of 2
+# Maximum number of trials in a fit. A fit of 60 takes about 20 ms, and its time grows with the cube of the number.
+MAX_FITTED_TRIALS = 60
+MAX_CANDIDATES = 2000  # Maximum number of grid settings for which the expected improvement is computed.
+# Times are clipped to this multiple of the shortest time, because very slow settings would distort the fit.
+HOPELESS = 2.5
+REFINED = 4  # Number of best settings around which bucket sizes between those of the grid are candidates, too.
+# For each of the `REFINED` best settings: number of finer bucket sizes on each side, and per factor of 2.
+FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8
 
 
 class _Surrogate(NamedTuple):
@@ -197,13 +203,12 @@ class BayesianArm:
 
     It uses the trials of all arms.
 
-    A setting's "promise" is its expected improvement divided by the relative time of its trial (expected improvement
-    per second: Snoek et al., Practical Bayesian Optimization, 2012). The relative time is the setting's expected
-    communication time divided by that of the best setting, but at least 1. While fewer than 2 + 2 ·
-    (number of routes) settings are measured, the arm proposes an initial design: few and many streams on each route
-    (transport and algorithm). The Gaussian process fits logarithms of communication times, because noise and gains are
-    proportional to the time. The improvement is relative to the fitted mean of the best setting, because the best
-    measurement is partly luck.
+    A setting's "promise" is its expected improvement divided by the relative time of its trial (Snoek et al., Practical
+    Bayesian Optimization, 2012). The relative time is the setting's expected communication time divided by the best
+    setting's, at least 1. The arm first proposes an initial design: few and many streams on each route (transport and
+    algorithm). The fit starts when 2 + 2 · (number of routes) settings are measured. The Gaussian process fits
+    logarithms of communication times, because noise and gains are proportional to the time. The improvement is relative
+    to the fitted mean of the best setting, because the shortest measured time is partly luck.
     """
 
     name = "bayesian"
@@ -213,7 +218,7 @@ class BayesianArm:
         self._design = _design(self._lattice, rng)
         self._seed = int(rng.integers(2**31))
         self._n_initial = 2 + 2 * len(space.routes)
-        # The latest trial of each setting is kept, because it includes all measurements of the setting.
+        # Keep only the latest trial of each setting, because it includes all measurements of the setting.
         self._trials: dict[Knobs, Trial] = {}
         self._surrogate: _Surrogate | None = None
         self._cached_places: dict[Knobs, FloatArray] = dict(
@@ -237,7 +242,7 @@ class BayesianArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add trials to the data to which the Gaussian process is fitted.
+        """Add trials to the data of the next fit of the Gaussian process.
 
         Trials with `cuts`, compressors or NCCL algorithms are skipped, because `KnobLattice` does not contain them.
         """
@@ -247,10 +252,10 @@ class BayesianArm:
                 self._surrogate = None
 
     def expected_improvement(self) -> float | None:
-        """Return the largest promise of an unmeasured setting: its expected improvement divided by its trial's time.
+        """Return the largest promise of an unmeasured setting (see `BayesianArm`).
 
-        The time is relative to that of a trial of the best setting. Return None until enough settings have been
-        measured for a fit (the initial design).
+        The promise is a fraction of the communication time. It is None until enough settings have been measured for a
+        fit.
         """
         if len(self._finite()) < self._n_initial:
             return None
@@ -301,9 +306,10 @@ class BayesianArm:
         return np.asarray(model.weights @ improvement_KM / cost_M)
 
     def _places(self, settings: Sequence[Knobs]) -> tuple[FloatArray, IntArray]:
-        """Return the coordinates of settings in the unit cube, `(n, n_dimensions)`, and the indices of their routes.
+        """Return the coordinates of settings in the unit cube, and the index of each setting's route.
 
-        A route is a pair of transport and algorithm. The indices have the shape `(n,)`.
+        The coordinates have the shape `(n, n_dimensions)`, the indices `(n,)`. A route is a pair of transport and
+        algorithm.
         """
         n_routes = self._lattice.shape[3]
         places = np.array([self._place(knobs) for knobs in settings])
@@ -319,9 +325,10 @@ class BayesianArm:
         return place
 
     def _candidates(self, fitted_s: Mapping[Knobs, float]) -> list[Knobs]:
-        """Return unmeasured settings: those of the grid and, near the best ones, with bucket sizes in between.
+        """Return the unmeasured settings from which the next proposal is chosen.
 
-        There are at most `MAX_CANDIDATES` settings of the grid, drawn at random.
+        They are up to `MAX_CANDIDATES` random settings of the grid, and bucket sizes between those of the grid near the
+        best settings.
         """
         lattice = self._lattice.points
         if len(lattice) > MAX_CANDIDATES:
@@ -347,7 +354,7 @@ class BayesianArm:
         for trial in self._trials.values():
             if trial.status is TrialStatus.FAILED and len(settings) < MAX_FITTED_TRIALS:
                 settings.append(trial.knobs)
-                # Fit a failed setting as if it had the longest finite time. An infinite time would distort the fit.
+                # Use the longest finite time for a failed setting, because its infinite time would distort the fit.
                 y.append(worst)
                 measured.append(1)
         places, routes = self._places(settings)
@@ -358,7 +365,7 @@ class BayesianArm:
 
 
 def _scatter(trials: Sequence[Trial]) -> dict[str, float]:
-    """Estimate the relative noise of one measurement from repeated measurements, with outliers clipped.
+    """Estimate the relative noise of a measurement from repeated measurements of settings, with outliers clipped.
 
     Return the noise and the number of repetitions, as keyword arguments of `GaussianProcess`.
     """

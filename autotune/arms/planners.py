@@ -69,8 +69,8 @@ class Planner(ABC):
     """Search method (arm) that computes plans from a model of the job's communication instead of trying settings.
 
     A plan divides the gradients into units (buckets). A planner proposes one plan for each route (transport and
-    algorithm), the fastest in the simulator first. It proposes nothing if there are no gradients, or if the user has
-    set the unit size, because a plan would override it.
+    algorithm), the fastest in the simulator first. It proposes nothing if the user has set the unit size, because a
+    plan would override it.
 
     Attributes:
         space: permitted settings.
@@ -81,9 +81,12 @@ class Planner(ABC):
     name: str
 
     def __init__(self, *, space: KnobSpace, model: PlanningModel, forecast: Forecast | None = None) -> None:
-        """Create a planner that computes plans with `model`. It proposes none while trials contradict `forecast`."""
+        """Create a planner that computes plans with `model`.
+
+        The planner proposes nothing while trials contradict `forecast`.
+        """
         self.space, self.forecast, self._model = space, forecast, model
-        self._pending: list[Proposal] | None = None  # plans that have not been proposed yet; None = not computed
+        self._pending: list[Proposal] | None = None  # Plans that have not been proposed yet; None = not computed yet.
 
     @property
     def doubted(self) -> bool:
@@ -101,7 +104,7 @@ class Planner(ABC):
     def update_model(self, model: PlanningModel) -> None:
         """Replace the model from which plans are computed.
 
-        The plans are computed again if the old and the new model differ by more than their measurement error.
+        New plans are computed only if the models differ by more than their measurement error.
         """
         if self.forecast is not None:
             self.forecast.update_model(model)
@@ -155,11 +158,11 @@ class Planner(ABC):
         return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
 
     def allocations(self, model: PlanningModel, route: Route) -> tuple[int | None, ...]:
-        """Return the numbers of GPU threads for an all-reduce from which a plan may choose (LIBRA's R).
+        """Return the numbers of GPU threads that a plan may choose for an all-reduce (LIBRA's R).
 
-        They are `(None,)`, which lets NCCL choose, if there is no model of how communication slows computation down.
-        Otherwise they do not include None. The model treats None as `default_threads`, so a plan with this number of
-        threads and a plan with None would be equally fast, and None might be chosen.
+        Without a contention model (how much communication slows computation down), return `(None,)`: NCCL chooses. With
+        a contention model, None is left out, because the model treats it as `default_threads` and could not choose
+        between the two.
         """
         counts = tuple(threads for threads in self.space.threads if threads is not None)
         return counts if counts and model.contention_on(route) is not None else (None,)
@@ -217,7 +220,8 @@ def cuts_for_groups(
         stop = layout.offsets[end]
         wanted = slices if isinstance(slices, int) else slices[index]
         count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // SMALLEST_UNIT_BYTES))
-        for part in range(count if stop > start else 0):  # a group of gradients without elements has no units
+        # Skip a group whose gradients have no elements: it has no units.
+        for part in range(count if stop > start else 0):
             cut_stop = start + (stop - start) * (part + 1) // count
             cuts.append(
                 Cut(stop=cut_stop, stream=len(cuts) % streams, threads=None if threads is None else threads[index])
@@ -246,16 +250,17 @@ def merge_gradients(
         The index after the last gradient of each group.
     """
     ends: list[int] = []
-    free_s = 0.0  # time at which the message of the previous group ends
+    free_s = 0.0  # Time at which the message of the previous group ends.
     group_bytes = 0
     for i in range(len(ready_s)):
         group_bytes += sizes_bytes[i]
-        start_s = max(ready_s[i], free_s)  # start of the current group's message (τ_c)
+        start_s = max(ready_s[i], free_s)  # Start of the current group's message (the paper's τ_c).
         last = i == len(ready_s) - 1
-        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # merge, eq. (5)
+        # Merge the gradient into the current group, by eq. (5) of MG-WFBP.
+        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):
             continue
         ends.append(i + 1)
-        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # end of the group's message, eq. (3)
+        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # End of the group's message, eq. (3).
         group_bytes = 0
     return ends
 
@@ -280,9 +285,10 @@ def merge_optimally(
     Returns:
         The index after the last gradient of each group.
     """
-    end_s, before_s, chosen = [0.0], [0.0], [0]  # for each i: f(i), b · S_i, and the j that minimises f(i)
+    # For each i: f(i), b · S_i, and the j that minimises f(i), as in the docstring.
+    end_s, before_s, chosen = [0.0], [0.0], [0]
     queue: deque[int] = deque()
-    idle = 0  # the largest j with f(j) ≤ ready_i; after the first j gradients, the link waits for gradient i
+    idle = 0  # The largest j with f(j) ≤ ready_i: after the first j gradients, the link waits for gradient i.
     for i, (needed_s, size) in enumerate(zip(ready_s, sizes_bytes, strict=True), start=1):
         before_s.append(before_s[-1] + beta_s_per_byte * size)
         while queue and end_s[queue[-1]] - before_s[queue[-1]] >= end_s[i - 1] - before_s[i - 1]:
@@ -325,28 +331,27 @@ class MgWfbp(Planner):
 # ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)
-"""Fractions of a message's start-up time that delay communication. `AscWfbpN` computes plans with each of them.
-
-The rest of the start-up time is assumed to overlap with the transmission on other streams.
+"""Assumed fractions of a message's start-up time that delay communication. The rest overlaps with transmissions on
+other streams. `AscWfbpN` computes a plan with each fraction, and the simulator chooses.
 """
 
 
 class LayerType(Enum):
     """Type of a gradient: how its message is sent (definitions 1 to 3 of the ASC-WFBP paper)."""
 
-    NORMAL = "l_n"  # the gradient's message ends before the next gradient is ready
-    MERGED = "l_m"  # the gradient is sent in one message with the next gradient
-    SIMULTANEOUS = "l_s"  # the gradient's message runs concurrently with the next message
+    NORMAL = "l_n"  # Separate: the gradient's message ends before the next gradient is ready.
+    MERGED = "l_m"  # Merged: the gradient is sent in one message with the next gradient.
+    SIMULTANEOUS = "l_s"  # Concurrent: the gradient's message overlaps with the next message.
 
 
 def layer_types(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float, gamma: float
 ) -> list[LayerType]:
-    """Determine how each gradient is sent (its type) by ASC-WFBP's listing 1, in the order of the backward pass.
+    """Determine each gradient's type (how it is sent) by listing 1 of ASC-WFBP, in the order of the backward pass.
 
-    For each layer, the listing computes the times of all messages (CALCCOMMTIME). This function takes O(n) for n
-    gradients, because a decision depends only on the current message and on the previous message, whose start and size
-    the loop stores.
+    The listing computes the times of all messages for each layer (CALCCOMMTIME), which takes O(n²) for n gradients.
+    This function takes O(n): a decision depends only on the current and the previous message, so the loop stores only
+    their times and sizes.
 
     Args:
         ready_s: time at which each gradient and all gradients before it are ready (τ_b + t_b), `(n_gradients,)`,
@@ -358,23 +363,26 @@ def layer_types(
     """
     types: list[LayerType] = []
     message_bytes = 0
-    before_s, before_bytes = 0.0, 0  # start (τ_c) and size of the previous message
+    before_s, before_bytes = 0.0, 0  # Start (the paper's τ_c) and size of the previous message.
     for i in range(len(ready_s) - 1):
         message_bytes += sizes_bytes[i]
         start_s, next_ready_s = ready_s[i], ready_s[i + 1]
         alone_s = alpha_s + beta_s_per_byte * message_bytes
         before_alone_s = alpha_s + beta_s_per_byte * before_bytes
         overlap = max(0.0, 1 - (start_s - before_s) / before_alone_s) if before_bytes else 0.0
-        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # slow-down of the other message, eq. (13)
-        q1 = start_s + alone_s <= next_ready_s  # the message ends before the next gradient is ready, eq. (21)
-        q2 = next_ready_s < start_s + alpha_s  # the next gradient is ready during the start-up, eq. (24)
-        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (21) with the slow-down: eq. (27), terms of (17), (29)
+        # Slow-down of the other message, eq. (13) of ASC-WFBP.
+        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap
+        q1 = start_s + alone_s <= next_ready_s  # True if the message ends before the next gradient is ready, eq. (21).
+        q2 = next_ready_s < start_s + alpha_s  # True if the next gradient is ready during the start-up, eq. (24).
+        # The same with the slow-down: eq. (27), with terms of eq. (17) and (29).
+        q3 = start_s + alone_s + penalty_s < next_ready_s
         if message_bytes == 0 or (not q1 and q2 and not q3):
-            types.append(LayerType.MERGED)  # by eq. (38) of ASC-WFBP
+            types.append(LayerType.MERGED)  # Merge, by eq. (38) of ASC-WFBP.
             continue
-        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # by eq. (37) and (39)
+        # Do not merge, by eq. (37) and (39) of ASC-WFBP.
+        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)
         before_s, before_bytes, message_bytes = start_s, message_bytes, 0
-    types.append(LayerType.SIMULTANEOUS)  # the last gradient's message (listing 1, line 18)
+    types.append(LayerType.SIMULTANEOUS)  # The last gradient has no next gradient (listing 1, line 18).
     return types
 
 
@@ -470,16 +478,16 @@ class StageModel:
     speed_J: Floats
 
     def overlapped_s(self, bytes_: Floats) -> Floats:
-        """Return the time of an all-reduce during computation (p + a, eq. 8), for each size and number of threads.
+        """Return the time of an all-reduce during computation (LIBRA's p + a, eq. 8).
 
-        The shape is `(…, J)`. The time of the size 0 is 0.
+        The shape is `(…, J)`: one row per size, one column per number of GPU threads. The time of the size 0 is 0.
         """
         return self._seconds(bytes_, self.overlapped_J)
 
     def alone_s(self, bytes_: Floats) -> Floats:
-        """Return the time of an all-reduce without computation (q + a), for each size and number of threads.
+        """Return the time of an all-reduce without computation (LIBRA's q + a).
 
-        The shape is `(…, J)`. The time of the size 0 is 0.
+        The shape is `(…, J)`: one row per size, one column per number of GPU threads. The time of the size 0 is 0.
         """
         return self._seconds(bytes_, self.alone_J)
 
@@ -495,9 +503,8 @@ class LibraPlan:
     Attributes:
         ends: index after the last layer of each group, `(n_groups,)`.
         choices: index of each group's number of threads in `StageModel`, `(n_groups,)`.
-        discrete_s: upper bound of the time of the backward pass with its communication (T(K, L, Z) in LIBRA). It is the
-            time if the backward pass is divided into equal chunks of time, and communication starts only between
-            chunks.
+        discrete_s: upper bound of the time of the backward pass with its communication (LIBRA's T(K, L, Z)). It is
+            computed for a backward pass in equal chunks of time, with communication that starts only between chunks.
     """
 
     ends: tuple[int, ...]
@@ -516,7 +523,7 @@ def fuse_and_allocate(
     """Choose groups of layers and their numbers of GPU threads together (LIBRA, listing 1, eq. 21-23).
 
     The paper limits the number of groups to K = 10. This implementation has no limit, so that its result is at least as
-    good. Its dynamic programme, unlike the printed listing, is also faster without a limit.
+    good.
 
     Args:
         compute_s: computation time of each layer in the order of the backward pass, `(L,)`.
@@ -533,7 +540,8 @@ def fuse_and_allocate(
     n_layers = len(sizes_bytes)
     found = len(compute_s), n_layers
     require(found[0] == n_layers >= 1, "compute_s and sizes_bytes", "one value per layer", found, TuningError)
-    if sum(compute_s) <= 0:  # without computation, nothing overlaps: one message with the fastest allocation is best
+    # Without computation, nothing overlaps. One message with the fastest number of threads is best.
+    if sum(compute_s) <= 0:
         alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
         return LibraPlan(ends=(n_layers,), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
     if earlier is None:
@@ -581,7 +589,10 @@ def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: in
 
 
 class _Programme:
-    """Dynamic programme of LIBRA's listing 1, which divides layers into groups. The constructor fills its table."""
+    """Dynamic programme of LIBRA's listing 1, which divides layers into groups.
+
+    The constructor fills its table; `best` reads the result.
+    """
 
     def __init__(
         self,
@@ -599,9 +610,9 @@ class _Programme:
         # The first chunk that starts after each layer: ⌈n(l) / w⌉ in the paper.
         self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
-        # Column z < Z is the time by which communication has delayed computation at chunk z (LIBRA's U). Column Z is
-        # infinite, so that impossible starts, which get the index Z, are never chosen. `end_s` has the times at the end
-        # of the computation.
+        # Column z < Z is the delay of computation by communication at chunk z (LIBRA's U). Column Z is infinite: it is
+        # the index of impossible starts, which must never be chosen. `end_s` has the times at the end of the
+        # computation.
         self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
         self.beyond[0, :chunks] = 0.0
         self.end_s = np.full(self.n_layers + 1, np.inf)
@@ -609,7 +620,7 @@ class _Programme:
         for layer in range(1, self.n_layers + 1):
             need, price = self._stages(layer)
             z = np.arange(self.first_chunk[layer], chunks)
-            start = z - need[..., None]  # chunk at which the group's communication starts, axes (before, J, z)
+            start = z - need[..., None]  # Chunk at which the group's communication starts, with axes (before, J, z).
             start = np.where(start >= self.first_chunk[layer], start, chunks)
             reached = self.beyond[earlier[layer][:, None, None], start] + price[..., None]
             if z.size:
@@ -617,7 +628,10 @@ class _Programme:
             self.end_s[layer] = (self._starts_s(layer) + self._last_stages(layer).min(axis=2)).min()
 
     def best(self) -> LibraPlan:
-        """Return the groups of layers with which the backward pass ends first, by backtracking through the table."""
+        """Return the groups of layers with which the backward pass ends first.
+
+        The table is read backwards, from the last group.
+        """
         ends: list[int] = []
         choices: list[int] = []
         layer, z = self.n_layers, self.Z
@@ -641,11 +655,11 @@ class _Programme:
         )
 
     def _stages(self, layer: int) -> tuple[Ints, Floats]:
-        """Return two costs of each group of layers that ends at `layer`, with each number of GPU threads.
+        """Return how much computation hides each group's communication, and by how much the communication delays it.
 
-        The first is the number of chunks (time steps) of computation that hide the group's communication. The second is
-        the time by which the communication delays computation. Both have the shape `(before, J)`: one row for each
-        layer after which the group may start, one column for each number of threads.
+        The first is in chunks (time steps), the second in seconds. The groups are those that end at `layer`. Both
+        results have the shape `(before, J)`: one row for each layer after which the group may start, one column for
+        each number of GPU threads.
         """
         overlapped_s = self.model.overlapped_s(self.sent[layer] - self.sent[self.earlier[layer]])
         need = np.ceil(overlapped_s * self.model.speed_J / self.w - 1e-9).astype(np.int64)
@@ -687,9 +701,9 @@ class Libra(Planner):
     name = "libra"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the units (buckets) of that one of two plans which is faster in the simulator.
+        """Return the units (buckets) of the faster of two plans in the simulator.
 
-        One plan uses the fewest permitted streams, the other one as many streams as saturate the link.
+        One plan uses the fewest permitted streams. The other plan uses as many streams as saturate the link.
         """
         link, simulator = model.links[route], model.simulator(route)
         candidates = [
@@ -707,7 +721,10 @@ class Libra(Planner):
     def _plan_groups(
         self, model: PlanningModel, route: Route, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the index after the last gradient of each group, and the index of each group's number of threads."""
+        """Divide the gradients into groups.
+
+        Return the index after each group's last gradient, and each group's index into the numbers of threads.
+        """
         compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
         runs = coarsen(compute_s, sizes)
         bounds = list(zip([0, *runs], runs, strict=False))
@@ -815,7 +832,7 @@ class Schedule:
 
     @cached_property
     def timeline(self) -> SimulatedIteration:
-        """Simulate an iteration with the schedule, and return its times."""
+        """Simulate an iteration with this schedule once, and return its times."""
         return self.simulator.run_cuts(self.cuts)
 
     @cached_property
@@ -848,7 +865,7 @@ class Schedule:
     def critical_tensors(self) -> range:
         """Return the tensors n for which the communication of both n and n − 1 is on the critical path (dPRO).
 
-        A tensor is a group of fused gradients. The path ends with the tensor reduced last. Going back, a tensor is on
+        A tensor is a group of fused gradients. The path is followed back from the tensor reduced last. A tensor is on
         the path if its reduction had not ended when the next tensor was ready. Before the first such tensor, the
         critical path is computation.
         """
@@ -895,10 +912,10 @@ class CriticalPathSearch:
         return self._partition(tensor_bytes)[0]
 
     def _partition(self, tensor_bytes: int) -> tuple[float, int]:
-        """Return the shortest time to all-reduce a tensor, and the number of messages with which it is reached.
+        """Return the shortest time to all-reduce a tensor, and the number of messages that achieves this time.
 
-        This is dPRO's OPTPARTNUM, a grid search. dPRO simulates the tensor's messages. Here the time (t_sync) has a
-        closed form, because the messages of one tensor start together on separate streams.
+        This is dPRO's grid search OPTPARTNUM. dPRO simulates the tensor's messages. Here the time (t_sync) has a closed
+        form, because all messages of a tensor start together on separate streams.
         """
         if tensor_bytes not in self._best_partition:
             most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
@@ -909,7 +926,7 @@ class CriticalPathSearch:
         return self._best_partition[tensor_bytes]
 
     def _replayed(self, ends: Sequence[int]) -> Schedule:
-        """Return the schedule whose tensors end at the gradients `ends`, each in its best number of messages.
+        """Simulate the schedule whose tensors end at the gradients `ends`, each tensor in its best number of messages.
 
         The call counts as one of at most `MAX_REPLAYS` simulations.
         """
@@ -930,8 +947,8 @@ class CriticalPathSearch:
     def _fused(self, schedule: Schedule) -> list[int]:
         """Fuse tensors along the critical path, and return the index after the last gradient of each resulting tensor.
 
-        These are lines 17 to 25 of dPRO's listing 1. After two tensors have been fused, the next tensor is compared
-        with the fused tensor and its new end time.
+        These are lines 17 to 25 of dPRO's listing 1. After a fusion, the next tensor is compared with the fused tensor,
+        whose end time is new.
         """
         dropped: set[int] = set()
         symmetric: set[tuple[int, int]] = set()
@@ -958,9 +975,9 @@ class CriticalPathSearch:
     def _first_fusion_that_helps(self, schedule: Schedule) -> Schedule:
         """Return the schedule after the first fusion of two tensors that shortens the simulated communication time.
 
-        Return `schedule` if there is none. This method is called if all fusions of `_fused` together make the simulated
-        time longer. That is possible because dPRO's theorem 2, by which they were chosen, assumes that messages are
-        sent one after the other, while tensors on several streams overlap.
+        Return `schedule` if there is none. Called if all fusions of `_fused` together make the simulated time longer.
+        That happens because dPRO's theorem 2 assumes that messages are sent one after the other, while messages on
+        several streams overlap.
         """
         for tensor in schedule.critical_tensors():
             before_end_s, ready_s = schedule.tensor_stop_s[tensor - 1], schedule.ready_s(tensor)
@@ -979,9 +996,8 @@ def coarsened_ends(simulator: Simulator) -> list[int]:
     """Fuse gradients that are ready at nearly the same time into tensors (dPRO's coarsened view).
 
     Return the index after the last gradient of each tensor. A gradient belongs to a tensor if it is ready less than one
-    start-up time after the tensor's first gradient. This tolerance is needed because autograd hooks run one after the
-    other, also for gradients of one operation. dPRO's theorem 2 would fuse such gradients even on an idle link. Empty
-    gradients are added to a neighbouring tensor.
+    start-up time after the tensor's first gradient. The tolerance is needed because autograd hooks run one after the
+    other, even for gradients of the same operation. Empty gradients are added to a neighbouring tensor.
     """
     layout, issuable_s = simulator.layout, simulator.issuable_s
     ends: list[int] = []
@@ -1009,8 +1025,8 @@ def make_planners(*, space: KnobSpace, model: PlanningModel, presumed: bool = Tr
     Args:
         space: permitted settings.
         model: model of the job and its links.
-        presumed: whether planners trust the model before there are trials. Otherwise they propose nothing until the
-            model has ranked at least five trials correctly.
+        presumed: whether planners trust the model before there are trials. If not, they propose nothing until the model
+            has ranked at least five trials correctly.
     """
     forecast = Forecast(model, presumed=presumed)
     kinds = OUR_PLANNERS if len(space.threads) > 1 else [kind for kind in OUR_PLANNERS if kind is not LibraM]

@@ -49,10 +49,10 @@ def require_package(arm: str, package: str, distribution: str) -> None:
 
 @cache
 def import_late(name: str) -> ModuleType:
-    """Import a module in a separate thread, and return it, so that the import does not keep the user's model alive.
+    """Import a module in a separate thread, and return the module.
 
-    A library may keep the exceptions of optional imports that failed, and thereby all frames of the importing thread's
-    stack. In the training thread, these frames hold references to the user's model.
+    A library may keep the exceptions of failed optional imports, and thus all stack frames of the importing thread. The
+    training thread's frames would keep the user's model alive.
     """
     with ThreadPoolExecutor(max_workers=1) as stack:
         return stack.submit(import_module, name).result()
@@ -62,7 +62,10 @@ def import_late(name: str) -> ModuleType:
 
 
 def radical_inverse(number: int, base: int) -> float:
-    """Mirror the digits of `number` in `base` at the radix point: 6 in base 2 (110) becomes 0.011 = 0.375."""
+    """Return the radical inverse of `number`: its digits in `base`, mirrored at the radix point.
+
+    6 in base 2 (110) becomes 0.011 = 0.375.
+    """
     result, scale = 0.0, 1.0 / base
     while number:
         number, digit = divmod(number, base)
@@ -114,17 +117,17 @@ def _coarse(space: KnobSpace) -> KnobSpace:
     )
 
 
-_TRUNCATION = 0.25  # parents are chosen from the best members, which are this fraction of the population
-_RESAMPLE = 0.15  # probability that a knob gets a random value
-_MOVE = 0.6  # probability that a knob moves by one or two steps
-_MAX_TRIES = 32  # maximum number of perturbed settings that are drawn to find an unmeasured one
+_TRUNCATION = 0.25  # Parents are drawn from this fraction of the population, the best members.
+_RESAMPLE = 0.15  # Probability that a knob of a new setting gets a random value.
+_MOVE = 0.6  # Probability that a knob of a new setting moves by one or two steps.
+_MAX_TRIES = 32  # Maximum number of settings that are drawn to find an unmeasured one.
 
 Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Individual:
-    index: Index  # index of the member's setting in the grid (`KnobLattice`)
+    index: Index  # Index of the member's setting in the grid (`KnobLattice`).
     span_s: float
 
 
@@ -190,7 +193,7 @@ class PBTArm:
         return next((knobs for knobs in self._lattice.points if knobs not in excluded), None)
 
     def _exploit(self) -> Index:
-        """Return a random one of the population's best settings, from which a new setting is derived (its parent)."""
+        """Return a random one of the population's best settings. It becomes the parent of a new setting."""
         best = max(1, round(_TRUNCATION * self._size))
         return self._members[int(self._rng.integers(best))].index
 
@@ -234,13 +237,13 @@ class HyperbandArm:
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
         self._seed = int(rng.integers(2**31))
-        self._optuna: Any = None  # the module; the first `ask` imports it, and creates the study
+        self._optuna: Any = None  # The module optuna. The first `ask` imports it, and creates the study.
         self._study: Any = None
         self._distributions: dict[str, Any] = {}
-        self._early_trials: list[Trial] = []  # trials that `tell` received before the first `ask`
-        # {unfinished setting: its Optuna trial, and the number of iterations to measure next}
+        self._early_trials: list[Trial] = []  # Trials that `tell` received before the first `ask`.
+        # {unfinished setting: its Optuna trial, and the number of iterations to measure next}.
         self._pending: dict[Knobs, tuple[Any, int]] = {}
-        self._finished: set[Knobs] = set()  # settings whose Optuna trial has ended
+        self._finished: set[Knobs] = set()  # Settings whose Optuna trial has ended.
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Return up to `n` settings: first those that Hyperband has promoted to more iterations, then new settings."""
@@ -253,7 +256,7 @@ class HyperbandArm:
             attempts += 1
             trial = self._study.ask(self._distributions)
             knobs = self._lattice.at(tuple(int(trial.params[axis]) for axis in _AXES))
-            if knobs in self._pending:  # the sampler can return a setting twice before it gets a result
+            if knobs in self._pending:  # The sampler can return a setting again before it gets the setting's result.
                 self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
                 continue
             self._pending[knobs] = (trial, 1)
@@ -309,11 +312,12 @@ class HyperbandArm:
     def _create_study(self) -> None:
         optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # do not log that a study was created
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # Hide Optuna's log line about the new study.
         try:
             self._optuna = optuna
             self._study = optuna.create_study(
-                study_name="sirtaki",  # a constant, because the pruner assigns trials to brackets by this name
+                # The name is constant, because the pruner assigns trials to brackets by a hash of it.
+                study_name="sirtaki",
                 sampler=optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=8),
                 pruner=optuna.pruners.HyperbandPruner(
                     min_resource=1, max_resource=self._max_iterations, reduction_factor=_REDUCTION_FACTOR
@@ -334,7 +338,7 @@ N_INITIAL = 8
 """Number of settings from a Sobol sequence that `ScikitOptimizeArm` proposes before it uses the Gaussian process."""
 
 ATTEMPTS = 4
-"""Number of times that `ScikitOptimizeArm` asks its optimiser, at most, until it returns an unmeasured setting."""
+"""Maximum number of times that `ScikitOptimizeArm` asks its optimiser for an unmeasured setting before it gives up."""
 
 
 class ScikitOptimizeArm:
@@ -357,15 +361,15 @@ class ScikitOptimizeArm:
         require_package(self.name, "skopt", "scikit-optimize")
         self._space = space
         self._seed = int(rng.integers(2**31))
-        self._optimizer: Any = None  # created by the first `ask`, which imports skopt
-        self._new_trials: list[Trial] = []  # trials not yet reported to the optimiser
-        self._worst_log_s: float | None = None  # logarithm of the longest finite communication time
+        self._optimizer: Any = None  # Created by the first `ask`, which imports skopt.
+        self._new_trials: list[Trial] = []  # Trials not yet reported to the optimiser.
+        self._worst_log_s: float | None = None  # Logarithm of the longest finite communication time.
         self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Return one unmeasured setting, or none if the optimiser proposes only measured settings."""
         with warnings.catch_warnings():
-            # With few points, skopt usually warns that length scales are at their bounds.
+            # Ignore skopt's warning that length scales are at their bounds: with few points, it is usual.
             warnings.simplefilter("ignore")
             optimizer = self._updated_optimizer()
             for _ in range(ATTEMPTS):
@@ -373,7 +377,8 @@ class ScikitOptimizeArm:
                 knobs = self._at(point)
                 if knobs not in self._measured:
                     return [Proposal(arm=self.name, knobs=knobs)]
-                # Report a bad value for the measured setting, so that the optimiser does not propose it again.
+                # The optimiser proposed a measured setting. Report a bad value for it, so that it is not proposed
+                # again.
                 optimizer.tell(point, self._bad_log_s)
         return []
 
@@ -391,7 +396,7 @@ class ScikitOptimizeArm:
         self._measured |= {trial.knobs for trial in trials}
 
     def _updated_optimizer(self) -> Any:
-        """Report new trials to the `skopt` optimiser, and return the optimiser. The first call creates it."""
+        """Report new trials to the `skopt` optimiser, and return the optimiser. Create it at the first call."""
         if self._optimizer is None:
             skopt: Any = import_late("skopt")
             streams, threads, routes = map(len, self._choices())
@@ -413,7 +418,7 @@ class ScikitOptimizeArm:
 
     @property
     def _bad_log_s(self) -> float:
-        """Return the objective value to report for settings that the optimiser must not propose again.
+        """Return the value to report for settings that the optimiser must not propose again: the worst one.
 
         It is the logarithm of the longest finite communication time, or of 1 s if there is none.
         """
@@ -440,6 +445,8 @@ def _axis(low: float, high: float) -> Any:
 
 class _VariantArm:
     """Base class of search methods (arms) that propose variants of measured settings.
+
+    Subclasses define the variants.
 
     Args:
         space: permitted settings.
@@ -518,9 +525,9 @@ class CompressorArm(_VariantArm):
 # ── NCCL's own knobs ───
 
 NEARLY = 1.05
-"""Ratio of a setting's communication time to the shortest one, up to which `NcclArm` proposes variants of the setting.
+"""A setting is varied by `NcclArm` if its communication time is at most this multiple of the shortest one.
 
-Such a setting may be the fastest one in truth, because measurements are noisy.
+It may be the fastest one in truth, because measurements are noisy.
 """
 
 
@@ -571,10 +578,10 @@ class NcclArm(_VariantArm):
 
 
 def _affects_units(knobs: Knobs) -> bool:
-    """Return whether every NCCL algorithm of a setting applies to at least one of its units (buckets).
+    """Return whether each NCCL algorithm of a setting applies to at least one of its units (buckets).
 
-    The setting has one NCCL algorithm for small units and one for large units, or only one of these. Elements are
-    assumed to have four bytes.
+    A setting has an NCCL algorithm for small units, for large units, or for both. Elements are assumed to have four
+    bytes.
     """
     sizes = [knobs.unit_bytes]
     if knobs.cuts is not None:
@@ -610,11 +617,11 @@ def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
 
 
 ArmChoice = Arm | str | MakeArm
-"""A search method (arm) that a script chooses: the arm, its name, or a function of (space, rng) that creates it."""
+"""A user's choice of a search method (arm): the arm, its name, or a function of (space, rng) that creates it."""
 
 
 def check_choices(choices: Sequence[ArmChoice]) -> None:
-    """Check that search methods (arms) that a script has chosen can be created.
+    """Check the type and name of each search method (arm) that a script has chosen.
 
     Raises:
         ConfigError: there is none, a name is unknown, or an element is neither an arm nor a name nor a function.
@@ -674,7 +681,7 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
         raise TuningError(f"there is no search technique named {name!r}; choose one of {', '.join([*ours, *loaders])}")
     try:
         arm: object = loaders[name]()(space, rng)
-    except Exception as err:  # third-party code may raise any exception
+    except Exception as err:  # Catch any error, because the code of other packages may raise any.
         raise TuningError(
             f"the plugin of the search technique {name!r} raised {err!r}; fix or uninstall the plugin"
         ) from err

@@ -1,7 +1,7 @@
 """Multi-armed bandit that chooses which search method (arm) proposes the next setting to measure.
 
-It scores each arm as AIACC (section VI) and OpenTuner do: by the area under the curve (AUC) of new best settings over a
-sliding window of uses.
+Arms are scored as in AIACC (section VI) and OpenTuner: by the area under the curve (AUC) of new best settings, over a
+sliding window of recent uses.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def window_for(budget_trials: int, n_arms: int) -> int:
 
 
 EXPLORATION = 0.2
-"""Weight of the exploration term in the score of a search method (arm).
+"""Weight of the exploration term in an arm's score, which favours arms that were rarely used.
 
-The exploration term is large for arms that were rarely used. The weight is AIACC's C, with AIACC's value.
+It is AIACC's C, with AIACC's value.
 """
 
 
@@ -65,7 +65,7 @@ class AUCBandit:
 
         Args:
             arm: name of the arm.
-            was_best: whether the proposed trial was faster than all trials before it, by more than the noise.
+            was_best: whether the proposed setting was faster than all settings measured before, by more than the noise.
         """
         self._uses.append((arm, was_best))
 
@@ -111,22 +111,25 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SCREENED = 8
-"""Number of settings that `BanditArm` gets from one search method, to run the one with the largest predicted gain."""
+"""Number of settings that `BanditArm` asks of an arm in order to run one: that with the largest predicted gain."""
 
 MOST_PROPOSALS = 100
-"""Number of settings that `BanditArm` reads from the result of an arm's `ask`, which may be an endless generator."""
+"""Maximum number of settings that `BanditArm` reads from an arm's `ask`, which may return an endless generator."""
 
 LEAST_PROMISE = 0.001
-"""Minimum expected gain for which a proposed setting is run, as a fraction of the communication time."""
+"""Minimum expected gain of a proposed setting, as a fraction of the communication time.
+
+Settings with less are not run.
+"""
 
 
 class BanditArm:
     """Search method (arm) that combines several others: a bandit chooses the one that proposes the next setting.
 
-    Arms are asked in the order of their scores. An arm without proposals is skipped, which does not count as a use. The
-    result of each trial is sent to all arms, and the arm named by `Trial.arm` gets the credit. Trials of the default or
-    of the registry's settings give no credit. An arm that raises or returns an invalid answer is removed, because an
-    error in a search method must not end a training job.
+    Arms are asked in the order of their scores. An arm without proposals is skipped. That does not count as a use. The
+    result of each trial is sent to all arms, and the arm named by `Trial.arm` gets the credit. Trials of the default
+    and of stored settings give no credit. An arm that raises or returns an invalid answer is removed, because an error
+    in a search method must not end a training job.
 
     Proposals that were not run are kept, also those beyond the requested number. They are used, the oldest first, when
     their arm has no new proposal.
@@ -136,10 +139,10 @@ class BanditArm:
         rng: random generator that orders arms with equal scores.
         window: number of recent uses of arms from which scores are computed.
         as_given: whether unused arms are asked in the order of `arms`. Otherwise their order is random, as in AIACC.
-        doubted: function that returns whether trials have contradicted the performance model by which the space of
-            permitted settings was narrowed.
-        wider: function that creates arms over the whole space. They replace arms of the same names once `doubted`
-            returns True.
+        doubted: function that returns whether trials have contradicted the performance model. Initially, arms search
+            only the settings that this model favours.
+        wider: function that creates arms over the whole space. Once `doubted` returns True, they replace the arms of
+            the same names.
         where: function that returns the position in training, for the log line about a failed arm.
     """
 
@@ -181,8 +184,8 @@ class BanditArm:
     def tell(self, trials: Sequence[Trial]) -> None:
         """Credit the search methods (arms) that proposed the trials' settings, then send the trials to all arms.
 
-        If the trials have contradicted the performance model by which the space of permitted settings was narrowed,
-        replace the arms by new ones that search the whole space.
+        If trials have contradicted the performance model that narrowed the space, replace the arms by arms that search
+        the whole space.
         """
         for trial in trials:
             if trial.arm in self.bandit.arms:
@@ -242,10 +245,10 @@ class BanditArm:
         return {name: self.bandit.auc(name) for name in self.bandit.arms}
 
     def _screen(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
-        """Sort proposed settings by their expected gain, the largest first, and drop those with almost no gain.
+        """Sort proposed settings by their expected gain, the largest first, and drop those below `LEAST_PROMISE`.
 
         The gain is estimated by the first search method (arm) that can do so. If none can, the proposals are returned
-        unchanged. Almost no gain means less than `LEAST_PROMISE`.
+        unchanged.
         """
         promises = self.promise([proposal.knobs for proposal in proposals]) if proposals else None
         if promises is None:
@@ -263,10 +266,9 @@ class BanditArm:
         return (new or [one for one in unrun.values() if one.knobs not in self._measured])[:n]
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
-        """Call a function with the search method (arm) of this name, and return the function's result.
+        """Call a function of the search method (arm) with this name, and return the function's result.
 
-        If the call raises, log a warning, and do not ask the arm any more. Return `otherwise` if the call raises, or if
-        an earlier call raised.
+        If the call raises, log a warning, return `otherwise`, and never call this arm again.
         """
         if name not in self._arms:
             return otherwise
@@ -281,7 +283,7 @@ class BanditArm:
 
 
 def _proposals(answer: Sequence[Proposal], name: str) -> list[Proposal]:
-    """Check the settings that a search method (arm) has proposed, and write the arm's name into each proposal.
+    """Check the settings that a search method (arm) has proposed, and set the arm's name in each proposal.
 
     Raises:
         TuningError: one of the proposals is not valid.
@@ -298,10 +300,10 @@ def _proposals(answer: Sequence[Proposal], name: str) -> list[Proposal]:
 
 def opinion(
     source: object, of: str, *arguments: object
-) -> Any:  # Any, because each optional method has its own result type
-    """Call an optional method of a search method (arm) or of a space of settings, and return the method's result.
+) -> Any:  # The result is Any, because each optional method has its own type of result.
+    """Call the optional method `of` of a search method (arm) or of a space, and return its result.
 
-    `of` is the name of the optional method. Return None if `source` does not have it.
+    Return None if there is no such method.
     """
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
@@ -319,7 +321,7 @@ def _number(answer: float | None) -> float | None:
 
 
 ITERATIONS_PER_TRIAL = 3
-"""Usual number of training iterations in a trial of a setting: one that is not measured, then two that are."""
+"""Usual length of a trial in training iterations: one that is discarded, then two that are measured."""
 
 
 def default_arms(
@@ -347,9 +349,9 @@ def default_arms(
         names: names of the search techniques; None = all built-in techniques and those of installed packages.
         planners: planners that the caller has created, the best first. Their names must differ from those of the
             techniques.
-        as_given: whether planners are asked first, then the techniques. Otherwise the order is random, as in AIACC.
-        whole_space: permitted settings of the techniques after trials have contradicted the planners' model, by which
-            the narrower `space` was chosen. None = `space`.
+        as_given: whether planners are asked first, then the techniques. If not, the order is random, as in AIACC.
+        whole_space: permitted settings of the techniques once trials have contradicted the planners' model, which
+            narrowed `space`. None = `space`.
         where: function that returns the position in training, for the log line about a failed arm.
 
     Raises:

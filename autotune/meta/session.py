@@ -1,7 +1,7 @@
 """Tuning session: measure a job's default setting, search for faster ones, and compare the fastest with the default.
 
-Settings are compared by their communication times (spans): the time from the first ready gradient of a training
-iteration to its last reduced gradient.
+Settings are compared by communication time (span): the time from the first ready gradient of an iteration to its last
+reduced gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .bandit import opinion
 logger = logging.getLogger(__name__)
 
 # Values of `Trial.arm` for trials of settings that no search method (arm) has proposed.
-DEFAULT_ARM = "default"  # the untuned default
-REGISTRY_ARM = "registry"  # settings that an earlier job stored in the registry
-PLAN_ARM = "plan"  # a plan given by the user
-REFINEMENT_ARM = "refinement"  # settings that differ from the fastest one in one knob
-FINALS_ARM = "finals"  # repeated measurements of the fastest settings
+DEFAULT_ARM = "default"  # The untuned default.
+REGISTRY_ARM = "registry"  # A setting that an earlier job stored in the registry.
+PLAN_ARM = "plan"  # A plan given by the user.
+REFINEMENT_ARM = "refinement"  # A setting that differs from the fastest one in one knob.
+FINALS_ARM = "finals"  # A repeated measurement of one of the fastest settings.
 
 
 class Purpose(Enum):
@@ -44,7 +44,7 @@ class Purpose(Enum):
     FINALS = "finals"
     """Compare the fastest settings and the default."""
     SEARCH = "search"
-    """Run nothing: the session waits until the caller calls `TuningSession.begin_search`."""
+    """The job has no setting to run: the session waits until the caller calls `TuningSession.begin_search`."""
     KEPT = "kept"
     """Use this setting for the rest of the job: the session has ended."""
 
@@ -91,7 +91,7 @@ class SessionResult(Generic[S]):
     Attributes:
         knobs: setting to use.
         default_span_s: communication time with the untuned default; infinite if not measured yet.
-        best_span_s: communication time with `knobs`. If there is a `gain`, it is `default_span_s` divided by the gain.
+        best_span_s: communication time with `knobs`. If there is a `gain`, it is `default_span_s` / gain.
         noise_s: standard deviation of one measured communication time with `knobs`.
         arm: name of the search method (arm) that proposed `knobs`.
         n_trials: number of measured settings, including the default.
@@ -100,8 +100,8 @@ class SessionResult(Generic[S]):
         tuned: whether `knobs` differ from the untuned default.
         gain: gain of `knobs` over the default, proved by a paired comparison. None if the default is used, and before
             the session has ended.
-        doubt: why the measurements of a seemingly faster setting were not trusted, such as other jobs on the host or a
-            change of the default's communication time during the comparison. Empty if there is no doubt.
+        doubt: why a seemingly faster setting was not chosen: its measurements are not trusted, for example because
+            other jobs used the host. Empty if there is no doubt.
     """
 
     knobs: S
@@ -117,11 +117,11 @@ class SessionResult(Generic[S]):
     doubt: str = ""
 
 
-MOST_USED = 40  # number of a setting's latest measurements from which its communication time is estimated
-CLEAR = 2.0  # difference between two settings, in standard errors, from which it is significant
-PRIOR_NOISE = 0.05  # assumed noise of communication times, as a fraction, until this network's noise is measured
-_PRIOR_WEIGHT = 3  # weight of PRIOR_NOISE in the estimate, as a number of repeated measurements
-_OUTLIER = 2.5  # limit to which differences between measurements of a setting are clipped, in standard deviations
+MOST_USED = 40  # Number of latest measurements from which a setting's communication time is estimated.
+CLEAR = 2.0  # Difference between two settings above which it is significant, in standard errors.
+PRIOR_NOISE = 0.05  # Noise of communication times assumed before it is measured, as a fraction of them.
+_PRIOR_WEIGHT = 3  # Weight of PRIOR_NOISE in the estimated noise, as a number of repeated measurements.
+_OUTLIER = 2.5  # Differences between measurements of a setting are clipped to this, in standard deviations.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class Setting(Generic[S]):
 
 
 class Ledger(Generic[S]):
-    """Measured communication times of all settings so far, and the noise of one measurement.
+    """Measured communication times of all settings, and the noise of one measurement.
 
     Args:
         identity: function that returns equal values for knobs that are the same setting, such as knobs with equal
@@ -189,7 +189,7 @@ class Ledger(Generic[S]):
         self._identity = identity
         self._settings: dict[Hashable, Setting[S]] = {}
         self._differences: list[float] = []
-        self._noise: float | None = None  # None = not computed since the last measurement
+        self._noise: float | None = None  # Noise; None = not computed since the last measurement.
 
     def __len__(self) -> int:
         return len(self._settings)
@@ -244,7 +244,7 @@ class Ledger(Generic[S]):
         return math.sqrt((_PRIOR_WEIGHT * PRIOR_NOISE**2 + squares) / (_PRIOR_WEIGHT + n))
 
     def expected_loss(self, first: Setting[S], second: Setting[S]) -> float:
-        """Return the expected loss of choosing `first`, which was measured faster but may be slower than `second`.
+        """Return the expected loss of choosing `first`, which was measured faster, if `second` is faster in truth.
 
         The loss is a fraction of the communication time.
         """
@@ -259,10 +259,10 @@ class Ledger(Generic[S]):
         return self.noise * math.sqrt(1.0 / len(first.spans_s) + 1.0 / len(second.spans_s))
 
     def cautious_lead(self, first: Setting[S], second: Setting[S]) -> float:
-        """Return log(communication time of `second` / communication time of `first`), less one standard error.
+        """Return a cautious lead: log(communication time of `second` / that of `first`), less one standard error.
 
-        The standard error is subtracted because `first` was selected as the fastest of several measured settings, and
-        the fastest measured setting usually owes a part of its lead to noise.
+        The standard error is subtracted because `first` was selected as the fastest of several settings, so that a part
+        of its measured lead is probably noise.
         """
         return math.log(second.span_s / first.span_s) - self._error(first, second)
 
@@ -275,12 +275,12 @@ class Ledger(Generic[S]):
 
 # ── what proves a gain ───────────────────────────────────────────────────────────────────────────────────────────────
 
-MOST_PAIRS = 24  # maximum number of measured pairs (default, candidate) in the final comparison
-MOST_PAIRS_OF_CHECK = 8  # maximum number of pairs in the check of an earlier job's setting. A search may follow
-ENOUGH_PAIRS = 8  # number of pairs reserved for comparing a compressed setting with the fastest lossless one
+MOST_PAIRS = 24  # Maximum number of measured pairs (default, candidate) in the final comparison.
+MOST_PAIRS_OF_CHECK = 8  # Maximum number of pairs in the check of an earlier job's setting. A search may follow.
+ENOUGH_PAIRS = 8  # Number of pairs reserved for comparing a compressed setting with the fastest lossless one.
 
-OTHER_GAIN = 1.25  # ratio of this job's and the earlier job's gain, above which the network must have changed
-USUAL_MEASUREMENTS = 4  # assumed number of measurements from which an earlier job computed a communication time
+OTHER_GAIN = 1.25  # If the gains of this and an earlier job differ by more than this factor, the network has changed.
+USUAL_MEASUREMENTS = 4  # Assumed number of measurements behind an earlier job's communication time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,8 +294,8 @@ class Remembered(Generic[S]):
         noise: standard deviation of one measured communication time, as a fraction of it.
         gain: proved gain over the default. None if the earlier session chose the default, or if an old release of
             Sirtaki stored the result without a proof.
-        other_times: ratio of the communication times of this job and of the earlier job, above which the network must
-            have changed.
+        other_times: maximum ratio between communication times of this and the earlier job. A larger ratio shows that
+            the network has changed.
     """
 
     knobs: S
@@ -330,41 +330,45 @@ class Remembered(Generic[S]):
 PROOF = 1.5
 """Maximum number of iterations of the final comparison, as a multiple of the search's budget.
 
-These iterations are added to the budget, because they cost a job almost nothing (both compared settings are fast), and
-because a fast setting is not used if too few iterations are left to prove that it is faster.
+These iterations are not part of the search's budget. They cost a job almost nothing, because both compared settings are
+fast. With too few, a faster setting remains unproved and unused.
 """
 
 # Refinement: after the search, try neighbours, which are settings that differ from the fastest one in one knob.
-REFINEMENT = 0.12  # fraction of the budget that is reserved for neighbours
-SHORT = 60  # budget in iterations below which neighbours are not tried, because the search itself needs all trials
-NOISY = 0.06  # measurement noise above which neighbours are not tried, because their times cannot be distinguished
+REFINEMENT = 0.12  # Fraction of the budget that is reserved for neighbours.
+SHORT = 60  # Neighbours are not tried if the budget has fewer iterations, because the search needs all of them.
+NOISY = 0.06  # Neighbours are not tried if measurements are noisier, because the times cannot be distinguished.
 
-MAX_RETRIES = 8  # number of successive invalid or known proposals after which a search method counts as exhausted
-FEW = 16  # number of distinct settings up to which the search tries all, as with a model of one or two units (buckets)
+MAX_RETRIES = 8  # A search method that proposes this many invalid or known settings in a row is exhausted.
+FEW = 16  # If at most this many distinct settings exist, all are tried. A model of one or two buckets has so few.
 
-PROMISING = 1.0  # a trial is stopped if its setting is slower than the best one by this many standard errors
-WORTHWHILE = 0.001  # expected improvement below which the search may end, as a fraction of the communication time
+PROMISING = 1.0  # A trial is stopped if its setting is slower than the best one by this many standard errors.
+WORTHWHILE = 0.001  # The search may end if less improvement is expected, as a fraction of the communication time.
 
 # Finals: measure the fastest settings (finalists) again in rounds, each of which drops the slower half.
-INDIFFERENT = 0.001  # a finalist is dropped if choosing the fastest instead loses at most this fraction of the time
-DOUBTFUL = 0.1  # with a `least_gain`, "no gain" is reported as doubtful if noise may hide a gain above this fraction
-HOPELESS = 3.0  # a setting slower than the fastest one by this many standard errors is not a finalist
-MAX_ROUNDS = 8  # maximum number of rounds of the finals
+INDIFFERENT = 0.001  # A finalist is dropped if choosing the fastest instead loses at most this fraction of the time.
+# With a `least_gain`, "no gain" is reported as doubtful if noise may hide a larger gain than this fraction.
+DOUBTFUL = 0.1
+HOPELESS = 3.0  # A setting slower than the fastest one by this many standard errors is not a finalist.
+MAX_ROUNDS = 8  # Maximum number of rounds of the finals.
 
-SHORT_SEARCH_ITERATIONS = 40  # budget of a search that starts from an earlier job's setting after the network changed
+# Budget, in iterations, of the search after the network has changed. It starts from an earlier job's setting.
+SHORT_SEARCH_ITERATIONS = 40
 
 # Further trials of an ended session (`TuningSession.resume`). They must cost a job nearly nothing.
-MORE_ITERATIONS = 12  # budget of the trials
-MORE_PROOF_ITERATIONS = 120  # maximum number of iterations of the comparison: both compared settings are fast
-MORE_PAIRS = 48  # maximum number of measured pairs in the comparison
-NEAR_FASTEST = 4  # number of the fastest settings whose neighbours are tried
-LEAST_SAVING = 20.0  # time that more trials must be expected to save in the job, in communication times of an iteration
+MORE_ITERATIONS = 12  # Budget of the trials.
+# Maximum number of iterations of the comparison. It is large, because both settings are fast.
+MORE_PROOF_ITERATIONS = 120
+MORE_PAIRS = 48  # Maximum number of measured pairs in the comparison.
+NEAR_FASTEST = 4  # Neighbours of this many settings, the fastest ones, are tried.
+LEAST_SAVING = 20.0  # Minimum expected saving by further trials, in communication times of an iteration.
 
 
 def pair_iterations(n_pairs: int, discarded: int) -> int:
-    """Return the number of iterations that `n_pairs` pairs of measurements take, including discarded iterations.
+    """Return the number of iterations in a comparison with `n_pairs` pairs of measurements.
 
-    `discarded` iterations follow each change of the setting: once before the pairs, and once in each pair.
+    The setting changes once before the pairs, and once in each pair. After each change, `discarded` iterations are not
+    measured.
     """
     return discarded + n_pairs * (2 + discarded)
 
@@ -391,7 +395,7 @@ class TuningSession(Generic[S]):
     Args:
         space: permitted settings. Proposals outside the space are rejected.
         default: untuned setting, which is measured first, and chosen if no setting is proved faster. In a re-tune (a
-            second session of a tuned job), the setting in use.
+            later session of a tuned job), it is the setting in use.
         arm: search method that proposes settings and receives the result of every trial. None = no proposals until
             `begin_search`.
         rng: random generator that determines the order in which the fastest settings are measured again at the end.
@@ -399,9 +403,9 @@ class TuningSession(Generic[S]):
             many more as a proof needs, at most `PROOF` times the budget.
         discarded_iterations: iterations that are not measured after each change of the setting.
         measured_iterations: measured iterations of a trial that is not stopped early.
-        exact: result of an earlier run of this job, from the registry. Its setting is compared with the default before
-            anything else. It is chosen if it is faster and if the comparison, together with the earlier gain, proves
-            it. If the network has changed, a short search follows.
+        exact: result of an earlier run of this job, from the registry. Its setting is first compared with the default.
+            It is chosen if the comparison, together with the earlier gain, proves it faster. If the network has
+            changed, a short search follows.
         checks: whether `exact` is compared with the default. If not, it is chosen at once, and the session has ended.
         seeds: settings of similar jobs, which are the first proposals.
         given: the user's plan, which is proposed before all other settings. If `exact` is given, first its setting is
@@ -413,8 +417,8 @@ class TuningSession(Generic[S]):
         refine: whether to try settings that differ from the fastest one in one knob, after the arm's trials.
         retune: whether the job is already tuned and uses `default` when the session begins.
         least_gain: minimum gain over the default for a setting to be chosen, as a fraction of the communication time.
-        contrasts: settings that differ clearly from the default, if the default is probably the best. They are tried
-            first. If none of them is faster by more than the noise, the session ends with the default, without a proof.
+        contrasts: for a job whose default is probably the best: settings that differ clearly from it. They are tried
+            first. If none of them is faster by more than the noise, the session ends with the default.
 
     Attributes:
         left_alone: True if the session ended because no setting in `contrasts` was faster. It is never resumed then.
@@ -449,7 +453,7 @@ class TuningSession(Generic[S]):
         require(measured_iterations >= 1, "measured_iterations", "at least 1", measured_iterations, TuningError)
         self._default, self._arm, self._rng, self._identity = default, arm, rng, identity
         self._iterations, self._spent = budget_iterations, 0
-        self._for_proof = 0  # additional iterations for the final comparison; 0 before it begins
+        self._for_proof = 0  # Additional iterations for the final comparison; 0 before the comparison begins.
         self._most_pairs = MOST_PAIRS
         self._discarded, self._measured = discarded_iterations, measured_iterations
         self._trial_iterations = discarded_iterations + measured_iterations
@@ -457,8 +461,8 @@ class TuningSession(Generic[S]):
         self._refines, self._least_gain = refine, least_gain
         self._ledger = Ledger(identity=identity)
         self._trials: list[Trial[S]] = []
-        self._since_best = 0  # number of trials since a setting was last faster than all before it
-        self._incumbent: Setting[S] | None = None  # last setting that was clearly faster than all before it
+        self._since_best = 0  # Number of trials since a setting was last faster than all before.
+        self._incumbent: Setting[S] | None = None  # Last setting that was clearly faster than all before.
         self._running = default if retune else None
         self._default_name = "the setting that ran" if retune else "the default"
         self._exact, self._checks = exact, checks
@@ -616,7 +620,7 @@ class TuningSession(Generic[S]):
             if confirmed and not self._link_has_changed(self._exact):
                 self._history = tuple(self._scaled(self._history))
                 return
-            self._history = ()  # drop the earlier trials, because the network has changed since then
+            self._history = ()  # Drop the earlier trials, because the network has changed since the earlier job.
             if confirmed:
                 self._iterations = min(self._iterations, self._spent + SHORT_SEARCH_ITERATIONS)
                 is_default = self._same(self._exact.knobs, self._default)
@@ -693,8 +697,8 @@ class TuningSession(Generic[S]):
 
         Args:
             chosen: result of the session so far.
-            gain: its proved gain over the default; None = no such gain.
-            least_promise: minimum gain that must be expected of a setting, as a fraction of the communication time.
+            gain: proved gain of `chosen` over the default; None = no such gain.
+            least_promise: settings with a smaller expected gain are not tried; a fraction of the communication time.
         """
         self._iterations, self._for_proof, self._since_best = self._spent + MORE_ITERATIONS, 0, 0
         yield from self._run(chosen, arm=FINALS_ARM, purpose=Purpose.FINALS, measured=self._measured)
@@ -707,8 +711,8 @@ class TuningSession(Generic[S]):
             return
         if self._same(better, self._default):
             return self._end(better, verdict)
-        # Claim a gain over the default only after a comparison with the default itself, because the more comparisons
-        # are made, the likelier one of them is wrong.
+        # Claim a gain over the default only after a comparison with the default: the more comparisons are made, the
+        # likelier one of them is wrong.
         self._for_proof += pair_iterations(MOST_PAIRS, self._discarded)
         pairs = yield from self._compare(better, arm=FINALS_ARM)
         _, claimed, _ = self._judge(better, pairs)
@@ -718,7 +722,7 @@ class TuningSession(Generic[S]):
     def _promising(self, least_promise: float) -> Proposal[S] | None:
         """Propose a setting with an expected gain of at least `least_promise`; None if there is no such setting.
 
-        Half of the time, propose a neighbour of one of the fastest settings if there is one with this gain.
+        In half of the calls, a neighbour of one of the fastest settings is preferred.
         """
         if self._rng.random() < 0.5 and (proposal := self._promising_neighbour(least_promise)) is not None:
             return proposal
@@ -738,13 +742,13 @@ class TuningSession(Generic[S]):
     def _prove(
         self, base: S, base_name: str, *, lossy: bool
     ) -> Generator[Assignment[S], Sequence[float], tuple[S, Gain | None, str]]:
-        """Select the fastest setting, either lossy (compressed) or lossless, and compare it with `base` in pairs.
+        """Select the fastest lossy (compressed) or lossless setting, and compare it with `base` in pairs.
 
         If this setting is clearly slower than `base` or fails, the next fastest setting is compared.
 
         Returns:
-            The chosen setting, which may be `base`; its proved gain over `base`, or None if no gain was proved; and the
-            reason for the choice in words.
+            The chosen setting, which may be `base`; its proved gain over `base`, or None; the reason for the choice in
+            words.
         """
         chosen, gain, verdict = base, None, f"no setting was nearly as fast as {base_name}"
         beaten: list[S] = []
@@ -805,10 +809,10 @@ class TuningSession(Generic[S]):
     # ── the search ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _search(self) -> Generator[Assignment[S], Sequence[float], str]:
-        """Run trials of proposed settings, and return in words why the search ended.
+        """Run trials of proposed settings. Return in words why the search ended.
 
-        It ends when the budget is used, when many trials in a row were not faster and the search method (arm) expects
-        no improvement, or when no proposal is left.
+        It ends when the budget is used, when no proposal is left, or when many trials in a row were not faster and the
+        search method (arm) expects no improvement.
         """
         patience = max(8, self._iterations // (4 * self._trial_iterations))
         while True:
@@ -824,7 +828,10 @@ class TuningSession(Generic[S]):
             yield from self._run_trial(proposal)
 
     def _refine(self) -> _Script[S]:
-        """Run trials of settings that differ from the fastest one in one knob, until the settings or the budget end."""
+        """Run trials of settings that differ from the fastest one in one knob.
+
+        End without such settings or without budget.
+        """
         while self._remaining > self._discarded and (proposal := self._neighbour()) is not None:
             yield from self._run_trial(proposal)
 
@@ -844,7 +851,7 @@ class TuningSession(Generic[S]):
     def _run_trial(self, proposal: Proposal[S]) -> _Script[S]:
         """Measure a proposed setting. Stop early if it is clearly slower than the fastest other setting.
 
-        If it is faster, but not by more than the noise, measure it up to twice as often.
+        Measure a setting up to twice as often if its lead is smaller than the noise.
         """
         wanted = proposal.iterations or self._measured
         rival = next((best for best in self._ledger.ranked() if not self._same(best.knobs, proposal.knobs)), None)
@@ -862,8 +869,8 @@ class TuningSession(Generic[S]):
     def _next_proposal(self) -> Proposal[S] | None:
         """Return the next proposed setting that needs a measurement; None if there is none.
 
-        If a proposed setting has been measured already or is not permitted, send the known result to the search method
-        (arm) instead.
+        Proposals that are not permitted or measured already are skipped. Their result is sent to the search method
+        (arm) at once.
         """
         for _ in range(MAX_RETRIES):
             given, self._given = self._given, None
@@ -895,9 +902,9 @@ class TuningSession(Generic[S]):
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="not proposed by any arm")
 
     def _accepts(self, knobs: S) -> bool:
-        """Return whether the knobs are permitted and fit this job. Log the reason if not.
+        """Return whether the knobs are permitted and fit this job; log the reason if not.
 
-        The check is needed because search methods (arms) and the registry may supply invalid knobs.
+        The check is needed because search methods (arms) and the registry may return invalid knobs.
         """
         try:
             if knobs in self._space:
@@ -960,13 +967,13 @@ class TuningSession(Generic[S]):
     ) -> Generator[Assignment[S], Sequence[float], PairedComparison | None]:
         """Compare a setting with the default (or with `base`) in pairs of measurements.
 
-        The pairs are evaluated twice: after the number of pairs that will probably prove the lead measured in the
-        search, and after the largest number of pairs that the budget allows.
+        The pairs are evaluated twice: first when they are enough to probably prove the lead measured in the search,
+        then when the budget allows no more.
 
         Args:
             knobs: the setting.
             arm: name to store as the proposer in the resulting trial, `FINALS_ARM` in the final comparison.
-            known: gain that an earlier job has proved for the setting; None = no such gain.
+            known: gain of the setting that an earlier job has proved; None = no such gain.
             base: setting to compare with; None = the default.
 
         Returns:
@@ -982,7 +989,7 @@ class TuningSession(Generic[S]):
             return None
         if final:
             wanted = min(self._pairs_wanted(knobs, default), at_most)
-        else:  # the check of an earlier job's setting or of the user's plan may use more iterations than the budget
+        else:  # The check of an earlier job's setting or of the user's plan may exceed the search's budget.
             wanted = FEWEST_PAIRS_KNOWN if known is not None and known.proved else FEWEST_PAIRS
         pairs = PairedComparison(
             noise_before=self._ledger.noise,
@@ -1056,7 +1063,7 @@ class TuningSession(Generic[S]):
     def _reserved_for_lossy(self) -> int:
         """Return the number of iterations reserved for comparing a compressed setting with the fastest lossless one.
 
-        The number is 0 if the fastest setting so far is lossless, or if the session's budget is below `SHORT`.
+        It is 0 if the fastest setting is lossless, or if the session's budget is below `SHORT`.
         """
         ranked = self._ledger.ranked() if self._iterations >= SHORT else []
         needed = ranked and self._is_lossy(ranked[0].knobs)
@@ -1066,7 +1073,7 @@ class TuningSession(Generic[S]):
     def _reserved_for_refinement(self) -> int:
         """Return the number of iterations reserved for settings that differ from the fastest one in one knob.
 
-        The number is 0 if measurements are too noisy to distinguish such settings, or if the budget is small.
+        It is 0 if measurements are too noisy to distinguish such settings, or if the budget is small.
         """
         worthwhile = self._refines and self._ledger.noise <= NOISY and self._iterations >= SHORT
         return round(REFINEMENT * self._iterations) if worthwhile else 0
@@ -1076,7 +1083,7 @@ class TuningSession(Generic[S]):
     def _run(
         self, knobs: S, *, arm: str, purpose: Purpose, measured: int
     ) -> Generator[Assignment[S], Sequence[float], Sequence[float]]:
-        """Yield a setting as the next assignment, store the communication times measured with it, and return them."""
+        """Yield a setting as the next assignment. Store and return the communication times measured with it."""
         discarded = 0 if self._running == knobs else self._discarded
         spans_s = yield Assignment(
             knobs=knobs, discarded_iterations=discarded, measured_iterations=measured, arm=arm, purpose=purpose
@@ -1118,8 +1125,8 @@ class TuningSession(Generic[S]):
     def _scaled(self, history: Sequence[Trial[S]]) -> Iterator[Trial[S]]:
         """Yield trials of an earlier session, with their times scaled to this session.
 
-        The factor is the default's time in this session divided by the default's time in the earlier session. If the
-        default has not been measured in both sessions, yield the trials as they are.
+        The factor is the default's time in this session divided by the default's time in the earlier session. Without a
+        measurement of the default in both sessions, the trials are not scaled.
         """
         before = [trial.span_s for trial in history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
@@ -1133,9 +1140,9 @@ class TuningSession(Generic[S]):
         if not history:
             return
         known = self._ledger.find(self._default) is not None
-        # Keep the latest trial of each setting, because it includes the setting's earlier measurements.
+        # Keep the latest trial of each setting, because it includes the earlier measurements of the setting.
         latest = {self._identity(trial.knobs): trial for trial in history}
-        # The arm of a setting's first trial is the one that proposed the setting.
+        # A setting's arm is the arm of its first trial, which proposed the setting. Later trials are repetitions.
         proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(history)}
         for trial in history:
             if known and self._same(trial.knobs, self._default):
@@ -1149,7 +1156,8 @@ class TuningSession(Generic[S]):
                 self._spent += trial.iterations + self._discarded
         best = self._setting(self._best_so_far())
         if self._incumbent is not None and best.spans_s:
-            # Later trials count as a new best only if they also beat the earlier session's best setting.
+            # Compare later trials also with the earlier session's best setting, so that only a faster one counts as a
+            # new best.
             self._incumbent = best
         self._spent = min(self._spent, max(self._iterations, self._trial_iterations))
 
@@ -1165,8 +1173,8 @@ class TuningSession(Generic[S]):
     def _best_so_far(self) -> S:
         """Return the fastest setting if its lead over the default exceeds the noise, else the default.
 
-        The lead must exceed the noise, because the fastest of many measured settings may owe its lead to noise. A
-        setting from the registry was not selected by these measurements, so that any lead over the default suffices.
+        A lead within the noise does not count, because the fastest of many settings may owe it to noise. A setting from
+        the registry was not selected by these measurements, so any lead counts.
         """
         ranked, default = self._ledger.ranked(), self._setting(self._default)
         if ranked and self._ledger.lead(ranked[0], default) > 1.0:

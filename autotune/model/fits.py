@@ -1,7 +1,6 @@
-"""Fits of two models to measurements.
+"""Fits of two models to measurements: the network's latency and bandwidth, and LIBRA's contention model.
 
-They are the network's latency and bandwidth model, and LIBRA's contention model, which tells how much computation and
-communication slow each other down.
+The contention model tells how much computation and communication slow each other down.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from sirtaki.errors import TuningError, require
 from sirtaki.measures import LinkModel, counted, ring_ratios
 
-GAMMA_4 = 0.6  # the empirical value in LIBRA, below eq. (6); it is not fitted
+GAMMA_4 = 0.6  # An empirical constant of LIBRA (below eq. 6). It is not fitted.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ class ContentionModel:
         return max(self.alpha_1 - self.alpha_2 * threads, 0.05)
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> ContentionModel:
-        """Return the model for a ring of the same GPUs with another number of ranks.
+        """Return the model for a ring with another number of the same GPUs.
 
         In a ring of N ranks, transmission times are proportional to (N − 1) / N (LIBRA eq. 4). The compute speed does
         not change.
@@ -109,16 +108,14 @@ class ContentionModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbe:
-    """Measured time of equal all-reduces on several streams, from which the network's cost model is fitted.
-
-    All of them are launched at the same time. More than one all-reduce per stream (round) is needed to measure the
-    sustained rate of a training iteration, because traffic shapers let short bursts pass at a higher rate.
+    """Measured time of equal, concurrent all-reduces on several streams, from which the network's cost model is fitted.
 
     Attributes:
         unit_bytes: size of each all-reduced tensor.
         streams: number of concurrent streams.
         seconds: time from the launch to the end of the last all-reduce.
-        rounds: number of all-reduces on each stream.
+        rounds: number of successive all-reduces on each stream. Several are needed to measure the sustained rate,
+            because traffic shapers let short bursts pass at a higher rate.
         busy: number of processors that each rank kept busy during the measurement; None = not measured.
 
     Raises:
@@ -146,7 +143,7 @@ MAX_RESIDUAL = 0.25
 """Maximum relative error (root mean square) of a fitted model. Models with a larger error are not used."""
 
 LEAST_BUSY = 0.02
-"""Lower limit of `LinkModel.busy`, the number of processors that a rank keeps busy during an all-reduce."""
+"""Lower limit of `LinkModel.busy`, the number of processors that each rank keeps busy during an all-reduce."""
 
 
 def check_residual(model: str, residual: float) -> None:
@@ -169,9 +166,9 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
 
     The time of one all-reduce on each of n streams is modelled as `t = α + n · max(o, bytes / G(n))`. α is the start-up
     time, o the processor time of an all-reduce and G(n) the link's rate. Probes of equal size and number of streams are
-    replaced by their median. Between two measured numbers of streams, the rate per stream is that of the smaller
-    number, and the total rate is limited by that of the larger number. This is the behaviour of a link that several
-    flows saturate, each of which has a rate limit.
+    replaced by their median. Between two measured numbers of streams, each stream has its rate at the smaller number,
+    and the total is at most the rate at the larger number. A link behaves so if each flow has a rate limit and several
+    flows saturate it.
 
     Raises:
         TuningError: there are fewer than two sizes on one stream, times do not increase with the size, or the relative
@@ -185,7 +182,8 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     found = counted(n_sizes, "size")
     require(n_sizes >= 2, "probes", "all-reduces of at least 2 sizes on one stream", found, TuningError)
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
-    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equally good fits, the first and simplest one
+    # Of equally good fits, choose the first one, which is the simplest.
+    fit = min(fits, key=lambda fit: round(fit.residual, 6))
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
@@ -230,7 +228,7 @@ def _busy(probes: Sequence[LinkProbe]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Median time in which each of several streams completes one all-reduce.
+    """Median time in which each of several concurrent streams completes one all-reduce.
 
     Attributes:
         streams: number of concurrent streams.
@@ -264,12 +262,12 @@ class _RoundsFit:
 def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
     """Yield sets of all-reduce measurements that the processor may limit instead of the link, the empty set first.
 
-    If the processor limits a measurement, it also limits measurements that need less time on the link. So each set has
-    the measurements with the shortest link times. The largest size of each number of streams is never in a set, because
-    the link's rate could not be fitted without it. Sets with only one stream are skipped, because the processor time
-    and the start-up time cannot be distinguished on one stream.
+    If the processor limits a measurement, it also limits all measurements that need less time on the link. So each set
+    has the measurements with the shortest link times. A set never contains the largest size of a number of streams,
+    which is needed to fit the link's rate. A set with only one stream is skipped, because it cannot distinguish
+    processor time from start-up time.
     """
-    largest = {one.streams: one for one in rounds}  # sizes ascend, so that the last, largest size is kept
+    largest = {one.streams: one for one in rounds}  # Keep the last size, which is the largest.
     on_link_s = {
         one: one.unit_bytes * largest[one.streams].seconds / largest[one.streams].unit_bytes / one.streams
         for one in rounds
@@ -284,7 +282,7 @@ def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
 def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _RoundsFit:
     """Fit a link's latency and bandwidth to measured all-reduces.
 
-    It is assumed that the processor limits the measurements in `on_host`, and that the link limits all others.
+    The processor is assumed to limit the measurements in `on_host`, and the link all others.
     """
     counts = sorted({one.streams for one in rounds})
     rows = np.zeros((len(rounds), 2 + len(counts)))
@@ -301,7 +299,7 @@ def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _Rounds
 
 
 def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the x ≥ 0 that minimises ‖rows · x − targets‖, `(n_columns,)`.
+    """Return the x ≥ 0 with the smallest ‖rows · x − targets‖, `(n_columns,)`.
 
     This is algorithm 23.10 of Lawson & Hanson, Solving Least Squares Problems, as in SciPy's `nnls`. SciPy's function
     is not used, because importing `scipy.optimize` takes a third of a second during the first steps of a job.
@@ -427,7 +425,7 @@ def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, 
 
 
 def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: float) -> tuple[RateCurve, float]:
-    """Fit a transmission rate as a function of GPU threads (LIBRA eq. 6). Return the curve and the relative error.
+    """Fit the transmission rate as a function of GPU threads (LIBRA eq. 6). Return the curve and its relative error.
 
     The fitted parameters are γ1, γ2 / γ1 and γ3. Limiting γ2 / γ1 keeps the rate positive.
     """
@@ -444,7 +442,7 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
     best = min(
         (
             scipy.optimize.least_squares(errors, x0=[0.1, 0.9, log_gamma_3], bounds=([-3, 0, -12], [5, 0.999, 2]))
-            for log_gamma_3 in (-6.0, -4.0, -2.5)  # several starting points, because the error is not convex in γ3
+            for log_gamma_3 in (-6.0, -4.0, -2.5)  # Try several starting points, because the error is not convex in γ3.
         ),
         key=lambda fit: float(fit.cost),
     )

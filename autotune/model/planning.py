@@ -1,4 +1,4 @@
-"""Model that predicts a job's communication time with any setting, and its correction by measured trials."""
+"""Model that predicts a job's communication time with any setting, and corrections of the model by measured trials."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class PlanningModel:
         layout: gradients in the order in which they become ready.
         profile: times at which gradients become ready.
         links: latency and bandwidth model of each measured route (transport and algorithm), at least one.
-        contention: LIBRA's model of how computation and communication slow each other down, measured by probes. None if
-            they do not slow each other down, or if this was not measured.
-        learnt: LIBRA's model fitted to training iterations, by route. It has precedence over `contention`.
-        host: the host that all ranks share, if they communicate on the processors that compute; otherwise None.
+        contention: LIBRA's model of how computation and communication slow each other down, measured by probes before
+            training; None = no slow-down, or not measured.
+        learnt: {route: LIBRA's model fitted to training iterations}. It has precedence over `contention`.
+        host: the single host of all ranks, if communication uses the processors that compute; otherwise None.
         ranks: number of ranks of the job. None if a log of an older release does not have it.
 
     Raises:
@@ -67,11 +67,10 @@ class PlanningModel:
         )
 
     def contention_on(self, route: Route) -> ContentionModel | None:
-        """Return the model of how computation and communication slow each other down ("contention") on a route.
+        """Return the route's contention model (how much computation and communication slow each other down).
 
-        A route is a pair of transport and algorithm.
-
-        It is the model fitted to training iterations if there is one, otherwise the model measured by probes.
+        A route is a pair of transport and algorithm. A model fitted to training iterations has precedence over the
+        model measured by probes.
         """
         return self.learnt.get(route, self.contention)
 
@@ -91,13 +90,13 @@ class PlanningModel:
     def link_between_hosts(self, route: Route) -> LinkModel | None:
         """Return the latency and bandwidth model of a route (transport and algorithm) between hosts.
 
-        None if the route was not measured, or if all ranks communicate on one host's processors, which also compute.
+        None if the route was not measured, or if all ranks are on one host and communicate on its processors.
         """
         return None if self.host is not None else self.links.get(route)
 
     @property
     def bound_s(self) -> float:
-        """Return a time below which no setting can reduce the communication time of an iteration.
+        """Return a lower bound of the communication time of an iteration with any setting, in seconds.
 
         It is the larger of two times: the backward pass from its first gradient on, and the transmission of all bytes
         at the highest rate of any route (transport and algorithm) and number of streams. The rate counts gradient
@@ -110,9 +109,9 @@ class PlanningModel:
     def differs_from(self, other: PlanningModel) -> bool:
         """Return whether two models differ so much that planners must compute their plans again.
 
-        They do if the gradients, the routes (transport and algorithm), the models of how computation and communication
-        slow each other down, or the hosts differ, if a link's latency or bandwidth differs by more than its measurement
-        error, or if a gradient is ready earlier or later by more than a tenth of the backward pass.
+        They must if the gradients, routes, contention models or hosts differ, if a link's latency or bandwidth differs
+        by more than its measurement error, or if a gradient's ready time differs by more than a tenth of the backward
+        pass.
         """
         if self.layout != other.layout or set(self.links) != set(other.links):
             return True
@@ -170,29 +169,27 @@ class PlanningModel:
 
 
 BENEFIT_OF_THE_DOUBT = 0.05
-"""Weight of the initial trust in a model of communication times, before there are trials.
+"""Weight of the initial trust in a model of communication times, before there are trials (`Forecast.agreement`).
 
-In `Forecast.agreement`, it counts as one pair of settings whose times differ by 5 %, and whose order the model predicts
-correctly.
+It counts as one pair of settings that differ by 5 % in time, and whose order the model predicts correctly.
 """
 
 LARGEST_WEIGHT = 0.5
 """Maximum weight of a pair of settings in `Forecast.agreement`, as a relative difference of their measured times.
 
-Without a limit, pairs with a very slow setting would outweigh all other pairs.
+The limit prevents that pairs with one very slow setting outweigh all other pairs.
 """
 
 BELIEVED = 0.4
-"""Minimum agreement of a trusted model's predictions with measured communication times (`Forecast.agreement`).
+"""Minimum `Forecast.agreement` of a trusted model.
 
-It means that the model predicts the faster setting of pairs that have 70 % of all pairs' total weight.
+At this value, the model predicts which setting is faster for pairs with 70 % of all pairs' total weight.
 """
 
 LEAST_RANKED, RANKED = 5, 0.7
-"""Conditions for trusting a model of communication times that is not trusted initially.
+"""Conditions for trusting a model that is not trusted initially: number of measured settings, and rank correlation.
 
-They are the minimum number of measured settings, and the minimum rank correlation (Spearman) of their predicted and
-measured times.
+Both are minima. The correlation (Spearman's) is that of predicted and measured times.
 """
 
 MOST_COMPARED = 24
@@ -200,11 +197,11 @@ MOST_COMPARED = 24
 
 
 class Forecast:
-    """Communication times that a model predicts, and how well they agree with measured trials.
+    """Communication times that a model predicts, and their agreement with measured trials.
 
     Args:
         model: model of the job's communication. `update_model` replaces it, and keeps the measurements.
-        presumed: whether the model is trusted until trials contradict it. Otherwise it is trusted only after it has
+        presumed: whether the model is trusted until trials contradict it. If not, it is trusted only after it has
             predicted the order of trials correctly.
     """
 
@@ -261,7 +258,7 @@ class Forecast:
 
     @property
     def believed(self) -> bool:
-        """Return whether the model's predictions agree well enough with all trials so far to be trusted."""
+        """Return whether the model is trusted: its predictions agree well enough with all trials."""
         if self._presumed:
             return self.agreement >= BELIEVED
         pairs = self._pairs()
@@ -270,8 +267,8 @@ class Forecast:
     def promises(self, knobs: Knobs, *, gain: float) -> bool:
         """Return whether a setting is predicted to beat the best measured setting by the fraction `gain`.
 
-        The predictions for both settings are compared, because the model's error is probably similar for both. Return
-        True, too, if there is no prediction for the setting, or no measured setting.
+        Both times are predictions, because the model's error is probably similar for both settings. Return True without
+        a prediction for the setting, or without a measured setting.
         """
         predicted_s, pairs = self.predicted_s(knobs), self._pairs()
         if predicted_s is None or not pairs:
@@ -287,9 +284,7 @@ class Forecast:
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Return Spearman's rank correlation of pairs of values; 0 if all values are equal.
 
-    Equal values have their mean rank.
-
-    `scipy.stats` is not used because importing it takes 0.7 s.
+    Equal values have their mean rank. `scipy.stats` is not used, because importing it takes 0.7 s.
     """
     first, second = (
         np.searchsorted(np.sort(column), column) + np.searchsorted(np.sort(column), column, side="right")
@@ -302,7 +297,7 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Cluster whose network the user describes instead of measuring it: a ring of ranks with equal links.
+    """Cluster that is described by the user instead of measured: a ring of ranks with equal links.
 
     Attributes:
         name: name of the cluster in tables.
@@ -356,13 +351,13 @@ class Cluster:
 logger = logging.getLogger(__name__)
 
 FEWEST_TRIALS = 5
-"""Minimum number of trials on a route (transport and algorithm) from which the route's model is corrected."""
+"""Minimum number of trials on a route (transport and algorithm) for correcting the route's model by these trials."""
 
 TOLERANCE = 0.1
 """Relative error of predicted communication times up to which a model is not corrected by trials."""
 
 MAX_PLANS = 12
-"""Maximum number of trials by which a latency and bandwidth model is corrected, so that the fit takes at most 0.25 s.
+"""Maximum number of trials by which a latency and bandwidth model is corrected. The fit then takes at most 0.25 s.
 
 If there are more trials, those whose settings have the fewest units (buckets) are used.
 """
@@ -370,8 +365,8 @@ If there are more trials, those whose settings have the fewest units (buckets) a
 REGULARISATION = 0.03
 """Penalty for changing a parameter of a model that is fitted to trials (regularisation).
 
-Without a penalty, parameters that the trials do not determine would get arbitrary values. A change by a factor of e
-counts as much as a relative error of this size in one predicted communication time.
+A change by a factor of e counts as much as a relative error of this size in one predicted communication time. Without a
+penalty, parameters that the trials do not determine would get arbitrary values.
 """
 
 _SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
@@ -389,11 +384,10 @@ def calibrate_link(
     trials: Sequence[Trial],
     contention: ContentionModel | None = None,
 ) -> LinkModel:
-    """Correct a model of latency and bandwidth so that the simulator reproduces the times of measured trials.
+    """Correct a model of latency and bandwidth so that simulated times match those of measured trials.
 
-    Correction factors are fitted for the start-up time of a message, for the throughput of one stream, for that of the
-    largest number of streams, and for the processor time of a message if it is not zero. For numbers of streams in
-    between, the factors are interpolated.
+    Correction factors are fitted for the start-up time of a message, for its processor time (if not zero), and for the
+    throughput of one stream and of the largest number of streams. In between, they are interpolated.
 
     Args:
         link: the latency and bandwidth model to correct.
@@ -427,12 +421,12 @@ def calibrate_link(
 
 
 def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
-    """Correct a model of a job's communication by the times of measured trials (LIBRA's algorithm 2), and return it.
+    """Return a model of a job's communication, corrected by the times of measured trials (LIBRA's algorithm 2).
 
-    For each route (transport and algorithm), two parts are fitted: first how much computation and communication slow
-    each other down, if the job has a model of this, then the link's latency and bandwidth. The model stays unchanged if
-    the median error of its predictions is at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials succeeded, or if
-    the fit does not reduce the error.
+    On each route (transport and algorithm), first the contention model (how much computation and communication slow
+    each other down) is fitted, if the job has one, then the link's latency and bandwidth. A route's model stays
+    unchanged if the median error of its predictions is at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials
+    succeeded, or if the fit does not reduce the error.
     """
     for route in model.links:
         usable = [trial for trial in trials if trial.knobs.route == route]
@@ -475,7 +469,7 @@ def _median_error(model: PlanningModel, route: Route, trials: Sequence[Trial]) -
 
 def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
     position = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
-    alpha_s = max(link.alpha_s, 1e-9)  # at least 1 ns, because a correction factor cannot change zero
+    alpha_s = max(link.alpha_s, 1e-9)  # Use at least 1 ns, because a correction factor cannot change zero.
 
     def corrected(logs: NDArray[np.float64]) -> LinkModel:
         factors = np.exp(logs[1] * (1 - position) + logs[2] * position)
@@ -486,10 +480,10 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
     return corrected
 
 
-# Constants of fitting how computation and communication slow each other down (`_with_contention_fitted`).
-LEAST_ERROR = 0.02  # the simulator's times are assumed to have at least this relative error
-CONFIDENCE = 0.99  # required confidence that the fitted model's lead over the unchanged model is not just noise
-MOST_SLOWED = 0.95  # communication with the most GPU threads slows computation by at most this fraction of its speed
+# Constants of the fit of the contention model: how much computation and communication slow each other down.
+LEAST_ERROR = 0.02  # Assumed minimum relative error of the simulator's times.
+CONFIDENCE = 0.99  # Required confidence that the fitted model is better than the unchanged model.
+MOST_SLOWED = 0.95  # Communication with the most GPU threads slows computation by at most this fraction.
 
 
 def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
@@ -528,7 +522,7 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     require(len(times_s) >= 3, "trials", "measured times of at least 3 settings", len(times_s), TuningError)
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
-    measured = np.log(np.maximum([median(each) for each in times_s.values()], 1e-9))  # (n_settings,)
+    measured = np.log(np.maximum([median(each) for each in times_s.values()], 1e-9))  # Shape: `(n_settings,)`.
     threads = max(plan.streams * max(unit.threads or base.default_threads for unit in plan.units) for plan in plans)
 
     def corrected(x: NDArray[np.float64]) -> PlanningModel:
@@ -557,8 +551,8 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     before, after = errors_of(np.zeros(3)), errors_of(learnt)
     residual = root_mean_square(after)
     check_residual("the model of how computation and communication slow each other down", residual)
-    # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model
-    # may be noise. The simulator's minimum error counts as noise.
+    # Reject the fit if its improvement over the unchanged model may be noise, by an F-test with 2 and `freedom` degrees
+    # of freedom. The simulator's assumed minimum error counts as noise.
     freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
@@ -575,7 +569,8 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
 
 
 def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[CommPlan], NDArray[np.float64]]:
-    """Return plans and communication times of successful trials, preferably of those with the fewest units (buckets).
+    """Return plans and communication times of successful trials, at most `MOST_TRIALS`, the fewest units (buckets)
+    first.
 
     Raises:
         TuningError: fewer than four trials succeeded.

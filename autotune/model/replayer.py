@@ -15,29 +15,28 @@ from sirtaki.errors import ReplayError, TuningError, require
 class Phase(Enum):
     """Phase of a training step to which an operation of the simulated graph belongs."""
 
-    DATA = "data"  # waiting for the data loader
+    DATA = "data"  # Waiting of the training thread for the data loader.
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
-    OTHER = "other"  # all other time: other code of the training script, and waiting for gradients
+    OTHER = "other"  # All other time, such as other code of the training script, and waiting for gradients.
 
 
 class Activity(Enum):
     """Kind of operation that a graph's node stands for."""
 
-    COMPUTE = "compute"  # an operator, or other code of the training script between operators
-    DATA = "data"  # waiting for the data loader
-    COPY = "copy"  # copy of gradients into flat buffers
-    UNIT = "unit"  # all-reduce of a communication unit (bucket)
-    COLLECTIVE = "collective"  # any other collective operation
+    COMPUTE = "compute"  # An operator, or other code of the training script between operators.
+    DATA = "data"  # Waiting for the data loader.
+    COPY = "copy"  # A copy of gradients into flat buffers.
+    UNIT = "unit"  # An all-reduce of a communication unit (bucket).
+    COLLECTIVE = "collective"  # Any other collective operation.
 
 
 ALL_RANKS = -1
-"""Value of `ReplayNode.rank` for a collective operation, which all ranks run."""
+"""Value of `ReplayNode.rank` for a collective operation, in which all ranks take part."""
 
 NEVER = -1
-"""Value of `ResourceDemand.relieved_by` for work that no other node relieves: it does not become shorter when another
-node ends."""
+"""Value of `ResourceDemand.relieved_by` for work that does not become shorter when another node ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,11 @@ class SharedResource:
 
     Attributes:
         name: name of the resource in messages and charts.
-        totals: total throughput of n concurrent jobs relative to a single job, for n = 1, 2, …; constant beyond the
-            end. `(1, 2)` describes two processors, `(1,)` a link that a single flow saturates.
+        totals: total throughput of n concurrent jobs relative to a single job, for n = 1, 2, … Beyond the end, it is
+            constant. `(1, 2)` describes two processors, `(1,)` a link that one flow saturates.
         is_link: whether the resource is a link; otherwise it is processors.
-        speed: function that returns the relative speed of all jobs, given the sum of the loads (`Load`) that operations
-            put on the resource without working on it. None = loads have no effect.
+        speed: function that returns the relative speed of all jobs under a sum of loads (`Load`). None = loads have no
+            effect.
 
     Raises:
         ReplayError: a total is not positive.
@@ -86,8 +85,8 @@ class ResourceDemand:
     Attributes:
         server: index of the resource in `ReplayGraph.servers`.
         seconds: time of the work if no other node uses the resource.
-        jobs: number of concurrent jobs for which the work stands. Each takes `seconds`. Work that keeps a processor
-            busy for a fraction of the time counts as that fraction of a job.
+        jobs: number of concurrent jobs that the work consists of. Each takes `seconds`. Work that keeps a processor
+            busy for a fraction of the time is that fraction of a job.
         relieved_by: index of the node whose end shortens the remaining work; `NEVER` = no such node.
         relief: factor by which the remaining work is multiplied when the node `relieved_by` ends.
     """
@@ -101,7 +100,7 @@ class ResourceDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Slow-down of a shared resource ("server") by an operation (node) that does no work on it.
+    """Slow-down of a shared resource ("server") by an operation (node) that does no work on the resource.
 
     An example is an all-reduce that slows down the processors that compute.
 
@@ -152,7 +151,7 @@ class ReplayNode:
 Edge = tuple[int, int, float]
 """Dependency between two operations: (index of the first, index of the second, gap in seconds).
 
-The second operation can start when this time has passed since the end of the first.
+The second operation cannot start before the gap has passed since the end of the first.
 """
 
 
@@ -196,14 +195,14 @@ class ReplayGraph:
 
 
 _ROUNDING = 1e-12
-"""Relative tolerance of simulated times. Uses of a resource end at the same time if their end times differ by less."""
+"""Relative tolerance of simulated times: jobs on a resource end at the same time if their end times differ by less."""
 
 
 class FairShare:
     """State of one shared resource (link or processors) during a simulation.
 
-    The resource has a clock that advances at the speed of each of its jobs (uses by operations). A job therefore ends
-    at a clock value that is known when the job starts, and that does not change when other jobs start or end.
+    A job is an operation's use of the resource. All jobs have equal speeds. The resource's clock advances at this
+    speed, so that the start or end of a job does not change the clock value at which other jobs end.
 
     Attributes:
         next_s: simulated time at which the next job ends if no job starts before; infinite without jobs.
@@ -213,7 +212,7 @@ class FairShare:
 
     def __init__(self, server: SharedResource) -> None:
         self._server = server
-        # Heap of (clock at the job's end, job, number of concurrent jobs as which it counts).
+        # Heap of (clock value at the job's end, job, number of concurrent jobs as which it counts).
         self._ends: list[tuple[float, int, float]] = []
         self._jobs, self._load, self._share = 0.0, 0.0, 1.0
         self._at_s = self._clock = 0.0
@@ -307,21 +306,21 @@ class SharedHost:
         return ResourceDemand(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
 
     def unit(self, server: int, seconds: float, busy: float) -> ResourceDemand:
-        """Return how much an all-reduce of a unit (bucket) uses the processors.
+        """Return the processors' work for an all-reduce of a unit (bucket).
 
         Args:
             server: number of the processors among the shared resources.
-            seconds: duration of the all-reduce while nothing else runs.
-            busy: processors of each rank that it keeps busy.
+            seconds: duration of the all-reduce without computation.
+            busy: number of processors that the all-reduce keeps busy on each rank.
         """
-        # Multiply by `share` to remove a slow-down that is part of the measured `seconds`: that by the ranks' own
-        # communication, if it keeps more processors busy than the host has.
+        # The measured `seconds` include a slow-down by the ranks themselves if they keep more processors busy than the
+        # host has. Multiply by `share` to remove it.
         jobs = self.ranks * busy
         return ResourceDemand(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
 
 
 START = -1
-"""Value in `Replay.causes` for an operation (node) that waited for no other operation."""
+"""Value in `Replay.causes` of an operation (node) that waited for no other operation."""
 
 _READY, _FIXED, _SERVER = range(3)
 
@@ -335,8 +334,8 @@ class Replay:
         ready_s: time at which all dependencies of each node had ended, `(n_nodes,)`.
         start_s: time at which each node started, `(n_nodes,)`.
         end_s: time at which each node ended, `(n_nodes,)`.
-        causes: for each node, the node whose end allowed it to start, `(n_nodes,)`. That is the last dependency to end,
-            or the node that the same queue (lane) ran before; `START` = no such node.
+        causes: for each node, the node whose end allowed it to start, `(n_nodes,)`: the last dependency to end, or the
+            node before it in its queue (lane). `START` = no such node.
     """
 
     graph: ReplayGraph
@@ -386,20 +385,20 @@ class _Run:
         self.graph, self.n_pending = graph, count
         self.ready_s, self.start_s, self.end_s = [0.0] * count, [-1.0] * count, [-1.0] * count
         self.causes = [START] * count
-        self._n_unmet = [0] * count  # for each node, number of dependencies that have not ended
+        self._n_unmet = [0] * count  # Per node: number of dependencies that have not ended.
         self._after: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for before, after, gap_s in graph.edges:
             self._after[before].append((after, gap_s))
             self._n_unmet[after] += 1
         self._n_works = [
             len(node.works) for node in graph.nodes
-        ]  # for each node, number of resources on which its work has not ended
+        ]  # Per node: number of resources on which its work has not ended.
         self._queues: list[deque[int]] = [deque() for _ in graph.lanes]
         self._busy = [False] * len(graph.lanes)
         self._servers = [FairShare(server) for server in graph.servers]
         # {node: {server: {job: factor of the job's remaining work when the node ends}}}
         self._relieved: dict[int, dict[int, dict[int, float]]] = {}
-        self._events: list[tuple[float, int, int]] = []  # heap of (time, kind, node or server)
+        self._events: list[tuple[float, int, int]] = []  # Heap of (time, kind, node or server).
 
     def simulate(self) -> None:
         events = self._events

@@ -35,10 +35,10 @@ class Profile:
     """Times of one iteration's backward pass without communication, relative to the pass's start.
 
     Attributes:
-        ready_s: time at which each gradient is ready, `(n_gradients,)`, in the layout's order. Times need not ascend,
+        ready_s: time at which each gradient is ready, `(n_gradients,)`, in the layout's order. Times may not ascend,
             because the layout orders gradients by their average position over ranks.
         compute_s: end of the backward pass, when all gradients are ready.
-        forward_s: duration of the forward pass. It affects the predicted iteration time, but no plan.
+        forward_s: duration of the forward pass. Only the predicted iteration time depends on it.
 
     Raises:
         TuningError: there is no gradient, or a time is negative, not finite or after the end of the pass.
@@ -151,7 +151,7 @@ class SimulatedIteration:
 
     @property
     def iteration_s(self) -> float:
-        """Return the iteration's time: forward pass, backward pass, and the communication that ends after it."""
+        """Return the iteration's duration: forward pass, backward pass, and the communication after it."""
         return self.forward_s + self.end_s
 
 
@@ -224,7 +224,7 @@ class Simulator:
     def run_cuts(self, cuts: Sequence[Cut]) -> SimulatedIteration:
         """Simulate an iteration with these units (buckets), on as many streams as the units use."""
         streams = 1 + max((cut.stream for cut in cuts), default=0)
-        transport = TransportKind.GLOO  # an arbitrary transport, because the times depend only on the link model
+        transport = TransportKind.GLOO  # An arbitrary transport, because the times depend only on the link model.
         return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
     def run(self, plan: CommPlan) -> SimulatedIteration:
@@ -252,7 +252,7 @@ class Simulator:
     def _graph(self, plan: CommPlan) -> ReplayGraph:
         """Create a graph of the operations of the backward pass and the units' (buckets') all-reduces.
 
-        Each time at which a unit can be launched divides the backward pass, so that every part of it is one node. These
+        The backward pass is divided at each time at which a unit becomes ready to launch. Each part is one node. These
         nodes precede the units' nodes in the graph.
         """
         offsets = self.layout.offsets
@@ -290,9 +290,9 @@ class Simulator:
         )
 
     def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[ResourceDemand, ...], tuple[Load, ...]]:
-        """Return the costs of a unit's all-reduce: a constant time, its work on shared resources, and its load on them.
+        """Return the costs of the all-reduce of a unit (bucket): a constant time, work on shared resources, and loads.
 
-        A unit (bucket) is a range of the flat gradient buffer. A load slows down other operations.
+        A load slows down other operations on a shared resource.
         """
         link, model = self.link, self.contention
         n_bytes = unit.numel * self.layout.itemsize_bytes
@@ -315,7 +315,7 @@ class Simulator:
 
 
 ITERATIONS = 5
-"""Number of iterations that `deferred_iteration_s` simulates. It returns the mean time of the last two."""
+"""Number of iterations that `deferred_iteration_s` simulates. The mean time of the last two is its result."""
 
 
 def deferred_iteration_s(
@@ -326,7 +326,7 @@ def deferred_iteration_s(
     forward_s: float,
     link: LinkModel,
 ) -> float:
-    """Predict the time of an iteration with deferred updates: each parameter is updated when the forward pass reads it.
+    """Predict the time of an iteration with deferred updates: a parameter is updated when the forward pass reads it.
 
     Args:
         units: units (buckets) in the order of their launch. A stream runs its units one after the other.
@@ -345,7 +345,7 @@ def deferred_iteration_s(
 
 
 def _read_s(unit: ScheduledUnit, pace: IterationPace, forward_s: float) -> float:
-    """Return the time at which the forward pass first reads one of the parameters whose gradients are in a bucket.
+    """Return the time at which the forward pass first reads a parameter whose gradient is in the bucket.
 
     Modules are assumed to run in the reverse order of the backward pass.
     """
@@ -365,8 +365,8 @@ class _Cycle:
         streams = dict.fromkeys((unit.route, unit.stream) for unit in units)
         self._lane_of = {stream: place for place, stream in enumerate(streams, start=1)}
         self._nodes, self._edges = list[ReplayNode](), list[Edge]()
-        self._last_compute: int | None = None  # index of the last node of computation
-        self._previous_units: list[int] = []  # indices of the nodes of the previous iteration's units
+        self._last_compute: int | None = None  # Index of the last node of computation.
+        self._previous_units: list[int] = []  # Indices of the nodes of the previous iteration's units.
         self.ends: list[int] = []
 
     @property
@@ -377,8 +377,8 @@ class _Cycle:
     def forward(self, iteration: int, read_s: Sequence[float], forward_s: float) -> None:
         """Add a forward pass to the graph.
 
-        Before it reads parameters, it waits for the all-reduce of the unit (bucket) of the previous iteration that has
-        their gradients. Each wait starts a new node.
+        Before it reads parameters, it waits for the unit (bucket) that reduced their gradients in the previous
+        iteration. Each wait starts a new node.
         """
         moments_s = sorted({0.0, *read_s})
         for begin_s, end_s in pairwise([*moments_s, max(forward_s, moments_s[-1])]):

@@ -3,7 +3,7 @@
 import os
 import sys
 
-# Ranks are forked from this process, so NumPy must start no threads here, and PyTorch must not initialise CUDA.
+# Ranks are forked from this process. Therefore NumPy must start no threads here, and PyTorch must not initialise CUDA.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

@@ -24,14 +24,17 @@ from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.sharing import OptimizerGradients
 
 WARM_STEPS = 12
-"""Sirtaki learns the order of gradients in the first two steps, DDP rebuilds its buckets after the first."""
+"""Number of steps before the measured ones.
+
+Sirtaki learns the order of gradients in the first two, DDP rebuilds its buckets after the first.
+"""
 
 
 class OneRank:
     """A training loop without synchronisation."""
 
     def __init__(self, place: Place, made: GpuModel) -> None:
-        """Create the optimizer. `made` is the model and its batch."""
+        """Create the optimizer. `made` is (model, batch)."""
         self.place = place
         self.model, self.batch = made
         self.forward: nn.Module = self.model
@@ -64,7 +67,7 @@ class GpuDdp(OneRank):
 
 
 class AloneOptimizer(OneRank):
-    """`hvd.DistributedOptimizer` as in a job with one rank."""
+    """`hvd.DistributedOptimizer` in a job with one rank, which reduces nothing."""
 
     def __init__(self, place: Place, made: GpuModel) -> None:
         """Wrap the optimizer. Collective."""
@@ -76,7 +79,7 @@ class AloneOptimizer(OneRank):
 
 
 class Optimizer(OneRank):
-    """`hvd.DistributedOptimizer`."""
+    """`hvd.DistributedOptimizer` with the reducers of a job with several ranks."""
 
     def __init__(self, place: Place, made: GpuModel, *, postscale: float = 1.0) -> None:
         """Wrap the optimizer. Collective.
@@ -106,7 +109,7 @@ class Optimizer(OneRank):
         return str(gradients.reducers[0].tuning.knobs.describe())
 
     def close(self) -> None:
-        """See `OneRank`. Collective."""
+        """Free buffers and communicators. Collective."""
         super().close()
         self.optimizer.close()  # type: ignore[attr-defined]  # a DistributedOptimizer's
         del self.optimizer
@@ -133,7 +136,7 @@ class GpuAttached(GpuDdp):
         model, current = self.forward, job.current()
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         ddp.attach(model)
-        if current.size == 1:  # like attach() with several ranks
+        if current.size == 1:  # Attach as `attach()` does with several ranks.
             options = ReducerOptions(reduction=Reduction(), unused_as_none=True)
             named = list(self.model.named_parameters())
             self._gradients = ddp.DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)
@@ -142,7 +145,7 @@ class GpuAttached(GpuDdp):
             self.freed_bytes = before - place.allocated_bytes()
 
     def close(self) -> None:
-        """See `OneRank`. Collective."""
+        """Free buffers and communicators. Collective."""
         super().close()
         self._gradients.close("at the end of a measurement")
 

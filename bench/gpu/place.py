@@ -80,7 +80,7 @@ class Place:
         """Return the device of models and tensors."""
         return self.device.torch_device
 
-    def facts(self) -> dict[str, Any]:  # Any: what JSON can hold
+    def facts(self) -> dict[str, Any]:  # Any, because the values have the types of JSON.
         """Describe the GPU and the software on it."""
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode", "--format=csv,noheader"]
@@ -117,7 +117,7 @@ class Place:
 
     def sleep(self, seconds: float) -> None:
         """Keep the current stream busy for about `seconds`. Non-blocking."""
-        torch.cuda._sleep(int(seconds * 1.5e9))  # cycles of an SM, whose clock is between 1 and 2 GHz
+        torch.cuda._sleep(int(seconds * 1.5e9))  # Cycles of an SM, whose clock is between 1 and 2 GHz.
 
     def seconds(self, work: Callable[[], object], times: int) -> float:
         """Return seconds per call on the GPU's clock, averaged over `times` consecutive calls."""
@@ -134,7 +134,7 @@ class Place:
         """Mark the end of a training step. Only a dry run needs it."""
 
     def verify(self) -> None:
-        """Fail if a dry run has found a problem since the last call, such as two unordered accesses to a tensor."""
+        """Fail if a dry run has found a problem since the last call, such as two accesses to a tensor in no order."""
 
     @contextmanager
     def synchronisations(self) -> Iterator[list[str]]:
@@ -202,13 +202,13 @@ class Place:
         """Capture `work` as a CUDA graph and return its replay. Meanwhile CUDA forbids some calls in all threads."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # run once before, because the first use of cuBLAS cannot be captured
+        with torch.cuda.stream(stream):  # Run once before the capture: the first use of cuBLAS cannot be captured.
             work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             work()
-            time.sleep(0.3)  # so that Sirtaki's watchdog and threads run during the capture
+            time.sleep(0.3)  # Wait, so that Sirtaki's watchdog and threads run during the capture.
         return graph.replay
 
     def graphed(self, module: nn.Module, sample: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

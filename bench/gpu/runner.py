@@ -64,7 +64,7 @@ class RankRun:
         self._path = path
 
     @property
-    def control(self) -> Any:  # Any: ControlPlane, because only parts import Sirtaki
+    def control(self) -> Any:  # Any instead of ControlPlane, because only parts import Sirtaki.
         """Return the control plane of these ranks. The first use initialises Sirtaki. Collective."""
         import sirtaki.torch as hvd
         from sirtaki.engine import job
@@ -120,7 +120,7 @@ class RankRun:
         raise SkippedError(reason)
 
     def write(self, **more: Any) -> None:
-        """Write the report of rank 0. Further ranks write only failed checks, to their own files."""
+        """Write the report of rank 0. Other ranks write only failed checks, to their own files."""
         failed = [check for check in self._checks if not check["ok"]]
         if self.rank and not failed:
             return
@@ -185,10 +185,10 @@ class BenchPart:
 
 
 UNTUNED = {"SIRTAKI_WARMUP_ITERATIONS": "0", "SIRTAKI_STREAMS": "4"}
-"""One fixed setting with several streams, so that all contenders run with the same setting."""
+"""Environment with one fixed setting with several streams, so that all contenders run with the same setting."""
 
 NCCL = {"SIRTAKI_TRANSPORT": "nccl"}
-"""Use NCCL although ranks share a GPU."""
+"""Environment that uses NCCL although ranks share a GPU."""
 
 PARTS = (
     BenchPart(name="environment", limit_s=15),
@@ -199,7 +199,7 @@ PARTS = (
     BenchPart(name="kernels", limit_s=30, ranks=2, mps=True, env=NCCL | UNTUNED),
     BenchPart(name="steps", limit_s=60, env=UNTUNED),
     BenchPart(name="memory", limit_s=20, env=UNTUNED),
-    # Without MPS, because its server may die when a client is killed.
+    # MPS is not used: its server may die when a client is killed.
     BenchPart(name="failures", limit_s=20, ranks=2, env=NCCL | UNTUNED, judged=True),
     BenchPart(name="eager", limit_s=20, ranks=2, mps=True, env=NCCL),
 )
@@ -213,7 +213,10 @@ EVERY_RANK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",
 }
-"""Ranks that share a GPU look like separate hosts to NCCL (`NCCL_HOSTID`), so it uses sockets; loopback is enough."""
+"""Ranks that share a GPU look like separate hosts to NCCL (`NCCL_HOSTID`), so that it uses sockets.
+
+Loopback is enough.
+"""
 
 
 class Runner:
@@ -242,7 +245,7 @@ class Runner:
         if part.mps and not self._dry:
             self._mps = self._mps or MultiProcessService(self.folder / "mps")
             environment |= self._mps.environment
-        children: dict[int, int] = {}  # rank by process id
+        children: dict[int, int] = {}  # {process id: rank}
         for stale in self.folder.glob(f"{part.name}.*"):
             stale.unlink()
         sys.stdout.flush()
@@ -457,14 +460,15 @@ def main() -> int:
     flags.add_argument("--slack", type=float, default=1.0, metavar="FACTOR", help="multiply all limits")
     flags.add_argument("--save", action="store_true", help="keep the results of passed parts in bench/results/gpu")
     args = flags.parse_args()
-    sys.path.insert(0, str(REPOSITORY / "tests"))  # for the conformance suites and the fakes of a dry run
+    # The conformance suites and the fakes of a dry run are in this folder.
+    sys.path.insert(0, str(REPOSITORY / "tests"))
     _load()
     chosen = [part for part in PARTS if not args.only or part.name in args.only]
     runner = Runner(args.out, dry=args.dry_run, slack=args.slack)
     lines = []
     for part in chosen:
         line = runner.run(part)
-        if line is None:  # this process is a rank that has finished its part
+        if line is None:  # This process is a rank that has finished its part.
             return 0
         lines.append(line)
         failed = [check["check"] for check in line["checks"] if not check["ok"]]

@@ -33,16 +33,16 @@ from types import TracebackType
 
 MBIT = 1_000_000
 SETUP_TIMEOUT_S = 30.0
-FLOW_CLASS_BITS = 12  # 4096 classes: created in a moment, and eight flows rarely share one (0.7 %)
+FLOW_CLASS_BITS = 12  # 4096 classes. They are created in a moment, and eight flows rarely share one (0.7 %).
 FIRST_FLOW_CLASS = 0x100
 ACK_CLASS = 0x2
 OTHER_CLASS = 0x3
 
 CUT = "bfifo limit 1"
-"""Queue without room for a packet, for `NetLab.hurt`."""
+"""Queue without room for a packet, which cuts a node's link (`NetLab.hurt`)."""
 
 WHOLE = "pfifo limit 1000"
-"""Ordinary queue, for `NetLab.hurt`."""
+"""Ordinary queue, which restores a node's link (`NetLab.hurt`)."""
 
 
 class LabError(RuntimeError):
@@ -112,8 +112,8 @@ class NetLab:
         self._switch: subprocess.Popen[str] | None = None
         self._delays: subprocess.Popen[str] | None = None
         self._directory: Path | None = None
-        self._node_pids: list[int] = []  # as seen inside the lab's PID namespace
-        self._init_pid = 0  # as seen from outside
+        self._node_pids: list[int] = []  # Process ids as seen inside the lab's PID namespace.
+        self._init_pid = 0  # Process id as seen from outside.
 
     def address(self, node: int) -> str:
         """Return the IPv4 address of a node."""
@@ -147,7 +147,9 @@ class NetLab:
     def close(self) -> None:
         """End all processes in the lab, which removes the namespaces. Idempotent."""
         if self._switch is not None:
-            self._switch.kill()  # the kernel then kills its child, the first process of the namespace, and so all
+            # The kernel then kills the child of this process, the first process of the namespace, and with it all
+            # processes.
+            self._switch.kill()
             self._switch.communicate()
             self._switch = None
         if self._delays is not None:
@@ -171,7 +173,7 @@ class NetLab:
         """
         inner = ["setpriv", "--pdeathsig", "KILL", "env", f"--chdir={os.getcwd()}", *argv]
         command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), *self._enter_node(node), *inner]
-        # A separate TMPDIR per lab, because MPI names files by host and process id, which repeat from lab to lab.
+        # Use a separate TMPDIR for each lab. MPI names files by host and process id, which repeat from lab to lab.
         environment = {**os.environ, "TMPDIR": str(self._directory), **(env or {})}
         return subprocess.Popen(command, env=environment, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
@@ -236,7 +238,7 @@ class NetLab:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # so that Ctrl-C reaches this process only
+            start_new_session=True,  # A separate session, so that Ctrl-C reaches this process only.
         )
         deadline = time.monotonic() + SETUP_TIMEOUT_S
         while not (directory / "ready").exists():
@@ -325,14 +327,14 @@ def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
 
     Frames keep the kernel's offload header (virtio's), so a frame can have up to 64 KB that TCP has not yet segmented.
     """
-    packet_level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3  # of linux/if_packet.h
+    packet_level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3  # Constants of linux/if_packet.h.
     sockets = []
     for port in ports:
         sockets.append(socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
         sockets[-1].setsockopt(packet_level, vnet_header, 1)
         sockets[-1].setsockopt(packet_level, ignore_outgoing, 1)
-        sockets[-1].setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE
-        sockets[-1].setsockopt(socket.SOL_SOCKET, 32, 1 << 26)  # SO_SNDBUFFORCE
+        sockets[-1].setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # The option SO_RCVBUFFORCE.
+        sockets[-1].setsockopt(socket.SOL_SOCKET, 32, 1 << 26)  # The option SO_SNDBUFFORCE.
         sockets[-1].bind((port, every_protocol))
         sockets[-1].setblocking(False)
     print("ready", flush=True)
@@ -342,13 +344,14 @@ def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
         wait_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
         for source in select.select(sockets, [], [], wait_s)[0]:
             frame = source.recv(1 << 17)
-            there[frame[16:22]] = source  # virtio's 10 bytes precede the addresses: destination, then source
+            # virtio's 10 bytes precede the addresses: first the destination's, then the source's.
+            there[frame[16:22]] = source
             under_way.append((time.monotonic() + delay_s, source, frame))
         while under_way and under_way[0][0] <= time.monotonic():
             _, source, frame = under_way.popleft()
             known = there.get(frame[10:16])
             for port_socket in [known] if known is not None else [other for other in sockets if other is not source]:
-                with contextlib.suppress(OSError):  # a full queue drops, as a switch does
+                with contextlib.suppress(OSError):  # Drop the frame if the queue is full, as a switch does.
                     port_socket.send(frame)
 
 
@@ -363,7 +366,7 @@ unshare --net --uts --ipc --mount sh -eu -c '
 """
         for node, name in enumerate(hostnames)
     )
-    mtu = "" if bridged else "mtu 9000"  # larger frames, as in clouds, so that `delaying_switch` has fewer to copy
+    mtu = "" if bridged else "mtu 9000"  # Larger frames, as in clouds: `delaying_switch` then has fewer to copy.
     joins = "".join(
         f"""
 tries=0
@@ -380,7 +383,7 @@ nsenter --target $pid --net sh -eu -c '
     bridge = "ip link set lo up\n"
     if bridged:
         bridge += "ip link add bridge type bridge forward_delay 0\nip link set bridge up\n"
-    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nwait\n"  # wait reaps orphans, too
+    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nwait\n"  # `wait` also reaps orphans.
 
 
 def _link_classes(device: str, shape: LabShape) -> str:
@@ -458,10 +461,10 @@ def flow_classifier(*, flows: bool) -> str:
     major = 1 << 16
     by_ports: list[tuple[str, int, str]] = [
         ("x = ip header length", ethernet, ""),
-        ("load half at x", ethernet, ""),  # source port
+        ("load half at x", ethernet, ""),  # Load the source port.
         ("a *= k", 0x9E3779B1, ""),
         ("m = a", 0, ""),
-        ("load half at x", ethernet + 2, ""),  # destination port
+        ("load half at x", ethernet + 2, ""),  # Load the destination port.
         ("x = m", 0, ""),
         ("a ^= x", 0, ""),
         ("a *= k", 0x85EBCA6B, ""),
@@ -475,7 +478,7 @@ def flow_classifier(*, flows: bool) -> str:
         ("load byte", protocol, ""),
         ("if a != k", 6, "default"),
         ("x = ip header length", ethernet, ""),
-        ("load byte at x", ethernet + 12, ""),  # upper half: TCP header length in words
+        ("load byte at x", ethernet + 12, ""),  # The upper half of the byte is the TCP header length in words.
         ("a &= k", 0xF0, ""),
         ("a >>= k", 2, ""),
         ("m = a", 0, ""),
@@ -485,7 +488,7 @@ def flow_classifier(*, flows: bool) -> str:
         ("a -= x", 0, ""),
         ("if a == k", 0, "acknowledgement"),
         *(by_ports if flows else []),
-        ("return k", 0, "default:"),  # no match
+        ("return k", 0, "default:"),  # No match: the default class.
         ("return k", major + ACK_CLASS, "acknowledgement:"),
     ]
     places = {label[:-1]: index for index, (_, _, label) in enumerate(program) if label.endswith(":")}

@@ -50,7 +50,7 @@ class Bare:
 
     Attributes:
         space: all settings.
-        narrowed: settings that look promising by the probes.
+        narrowed: settings that are promising according to the probes.
         default: the untuned setting.
         probes: probes of each route.
         known: the planners' model; None if no model fits the probes.
@@ -131,7 +131,7 @@ class Bare:
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ModelMaker = Callable[[], tuple[nn.Module, torch.Tensor]]
-LEARNING_RATE = 1e-9  # so small that the weights hardly change
+LEARNING_RATE = 1e-9  # So small a learning rate that the weights hardly change.
 
 
 class Contender:
@@ -142,7 +142,7 @@ class Contender:
         self.forward: nn.Module = self.model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.steps = self.warmup_steps = 0
-        self.sync: Any = None  # the object that is tuned; None = nothing
+        self.sync: Any = None  # The object that is tuned; None = nothing is tuned.
 
     def step(self) -> None:
         """Run one training step: forward, backward with synchronisation, update, zeroing. Collective."""
@@ -179,7 +179,7 @@ class Contender:
 
 @contextmanager
 def environment(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable in the body. None = unset it."""
+    """Set an environment variable in the body of the context. None = unset it."""
     before = os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
@@ -223,7 +223,10 @@ class Ddp(Contender):
         )
 
     def warm_up(self, limit: int = 1000) -> None:
-        """See `Contender`. Over the backend "sirtaki", the model is attached automatically in the first steps."""
+        """Run steps until the tuner has finished.
+
+        Over the backend "sirtaki", the model is attached automatically in the first steps.
+        """
         if self.sync is None and self._backend == "sirtaki":
             self.step()
             self.step()
@@ -237,12 +240,12 @@ class Ddp(Contender):
         self.sync = next((reducer.tuning for reducer in reversed(reducers_of(job.current()))), None)
 
     def describe(self) -> str:
-        """See `Contender`."""
+        """Return the current setting in words."""
         return self._description + (f"; {self.sync.knobs.describe()}" if self.sync is not None else "")
 
 
 class OverMpi(Contender):
-    """Horovod's method for large gradients: one thread all-reduces each in place, in the order of readiness."""
+    """Horovod's method for large gradients: a thread all-reduces each gradient in place, in the order of readiness."""
 
     def __init__(self, make_model: ModelMaker, comm: MPI.Comm) -> None:
         """Wrap the model. Collective. Gradients must become ready in the same order on all ranks."""
@@ -266,7 +269,7 @@ class OverMpi(Contender):
             self._works.pop(0).wait(60.0)
 
     def describe(self) -> str:
-        """See `Contender`."""
+        """Return the current setting in words."""
         return "one thread over MPI, one all-reduce per gradient"
 
 
@@ -311,7 +314,7 @@ class Sirtaki(Contender):
         from sirtaki.engine import job
 
         super().__init__(make_model)
-        # Settings hold for a process, but here it has both tuned and untuned optimizers.
+        # Settings hold for a process, but this process has both tuned and untuned optimizers.
         current = job.current()
         settings = current.settings
         current.settings = replace(settings, tune=tune, **fixed)  # type: ignore[arg-type]  # knobs
@@ -341,7 +344,7 @@ class Sirtaki(Contender):
                 self.step()
 
     def describe(self) -> str:
-        """See `Contender`."""
+        """Return the current setting in words."""
         if self.sync is None:
             return "one rank"
         overlap = self.sync.overlap

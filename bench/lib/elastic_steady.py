@@ -20,8 +20,8 @@ WARM_STEPS = 10
 def main(folder: str, seconds: str, commit_every: str, state_bytes: str) -> None:
     """Train, and write times in seconds to `FOLDER/RANK.json`.
 
-    "step" and "commit" are ordinary steps and commits, "beside" are steps while a checkpoint is written, and "due" are
-    commits that are to be written to disk.
+    "step" and "commit" are ordinary steps and commits. "beside" are steps while a checkpoint is written. "due" are
+    commits that must be written to disk.
 
     Args:
         folder: folder for the times. Checkpoints are in FOLDER/checkpoints.

@@ -33,7 +33,7 @@ from sirtaki.autotune.paired import PairedComparison, Verdict
 
 # ── the summary of a benchmark's results, which `bench/results` keeps ────────────────────────────────────────────────
 
-Found = Mapping[str, Any]  # Any: a JSON value
+Found = Mapping[str, Any]  # Any, because it is a JSON value.
 
 
 def summary(found: Found) -> str:
@@ -127,7 +127,7 @@ PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich", "horovod", "sirtaki"
 class Spread:
     """Statistics of several measurements of one quantity.
 
-    `low` and `high` are quartiles, because the outliers of a busy machine are all on one side.
+    `low` and `high` are quartiles, because a busy machine's outliers are all on one side.
     """
 
     median: float
@@ -153,12 +153,12 @@ class Spread:
 
 
 def ratios(samples: Sequence[float], peer_samples: Sequence[float]) -> Spread:
-    """Return the spread of `sample / peer sample` over the rounds."""
+    """Return the spread of `sample / peer sample`, one ratio per round."""
     return Spread.of([ours / theirs for ours, theirs in zip(samples, peer_samples, strict=True)])
 
 
 def ratio(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> float:
-    """Return the median of a contender's `ratios` to its peer."""
+    """Return the median ratio of a contender's time to its peer's time in the same round."""
     return ratios(samples[name], samples[peer]).median
 
 
@@ -175,7 +175,7 @@ class Bar:
     Attributes:
         claim: description of the figure.
         value: the measured figure.
-        limit: largest value that keeps the promise.
+        limit: largest value that meets the bar.
         unit: unit of value and limit; empty for ratios.
         proved: False if the bar promises that two contenders differ and the measurements do not prove it.
     """
@@ -204,7 +204,7 @@ class Report:
     """
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)  # Any: a JSON value
+    settings: dict[str, Any] = field(default_factory=dict)  # Any, because it is a JSON value.
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -282,7 +282,7 @@ class Report:
 def machine() -> dict[str, Any]:
     """Return the properties of this machine that affect speed, without its name."""
     model = platform.processor() or "unknown"
-    with contextlib.suppress(OSError):  # not Linux
+    with contextlib.suppress(OSError):  # The file is missing on systems other than Linux.
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -305,7 +305,7 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # not a checkout
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # The folder is not a git checkout.
         found["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return found
 
@@ -316,7 +316,7 @@ def versions() -> dict[str, str]:
 def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
     """Measure every contender once per round, so that drift of the machine affects all contenders.
 
-    The order rotates by one each round, so that a contender does not always follow the same contender.
+    The order changes in each round, so that a contender does not always follow the same one.
 
     Args:
         contenders: functions that measure once and return the figure.

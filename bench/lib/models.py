@@ -16,14 +16,17 @@ from torch import nn
 from bench.lib.workloads import Workload, workload
 
 LEAST_SLEEP_S = 0.3e-3
-"""Shorter sleeps are accumulated, because the kernel rounds each sleep up."""
+"""Shorter sleeps are accumulated until this duration, because the kernel rounds each sleep up."""
 
 AHEAD_S = 1e-3
-"""Lead of the program over the emulated device. It hides the time of Python code between two layers."""
+"""Time by which the program may be ahead of the emulated device.
+
+It hides the time of Python code between two layers.
+"""
 
 
 class _Sleeper:
-    """A device that works synchronously. Sleeps whose sum is exact, although a single sleep is not."""
+    """Synchronous emulated device. The sum of its sleeps is exact, although single sleeps are not."""
 
     def __init__(self) -> None:
         self._pending_s = 0.0
@@ -45,7 +48,7 @@ class _Layer(torch.autograd.Function):
         return activation.view_as(activation)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # Any: torch leaves it open
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # Any, because torch does not define the type.
         owner, index = ctx.owner, ctx.index
         owner.device.compute(owner.durations_s[index])
         parameter = owner.layers[index]

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 RESULT_MARK = "BENCH-RESULT "
 RANK_ENV = {
     "OMP_NUM_THREADS": "1",
-    # Freed memory stays with the process, as with a GPU's caching allocator. Otherwise page faults of new gradients
-    # would slow down contenders by chance.
+    # Environment with which freed memory stays with the process, as with a GPU's caching allocator. Otherwise page
+    # faults of new gradients would slow down contenders by chance.
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "SIRTAKI_REGISTRY": "off",
@@ -125,7 +125,9 @@ def start(
     init: bool = True,
     gloo: bool = False,
 ) -> int:
-    """Run `main` and return its exit status. In a process that `run_ranks` started, run `on_rank` instead.
+    """Run `main` and return its exit status.
+
+    In a process that `run_ranks` started, run `on_rank` instead, and return 0.
 
     Args:
         main: starts ranks and returns the exit status.

@@ -15,7 +15,7 @@ from sirtaki.comm.plan import GradientLayout
 # ── networks as lists of parameters with their compute cost ──────────────────────────────────────────────────────────
 
 MEMORY_BOUND_MACS = 32.0
-"""Multiply-adds that take as long as a memory-bound operation on one element."""
+"""Number of multiply-adds that take as long as a memory-bound operation on one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
         width, side = 64 << stage, 56 >> stage
         for block in range(depth):
             name = f"layer{stage + 1}.{block}"
-            reduced_at = side * 2 if block == 0 and stage > 0 else side  # the 3×3 convolution strides
+            reduced_at = side * 2 if block == 0 and stage > 0 else side  # The 3×3 convolution strides.
             net.conv_norm(f"{name}.1", channels_in, width, 1, reduced_at)
             net.conv_norm(f"{name}.2", width, width, 3, side)
             net.conv_norm(f"{name}.3", width, width * 4, 1, side)
@@ -143,10 +143,10 @@ def inception_v4() -> list[Parameter]:
     net.conv_norm("stem.0", 3, 32, 3, 111)
     net.conv_norm("stem.1", 32, 32, 3, 109)
     net.conv_norm("stem.2", 32, 64, 3, 109)
-    net.conv_norm("stem.3", 64, 96, 3, 54)  # in parallel with a pooling: 64 + 96 = 160 channels
+    net.conv_norm("stem.3", 64, 96, 3, 54)  # In parallel with a pooling: 64 + 96 = 160 channels.
     branch("stem.4a", 160, 52, (64, 1), (96, 3))
     branch("stem.4b", 160, 52, (64, 1), (64, (1, 7)), (64, (7, 1)), (96, 3))
-    net.conv_norm("stem.5", 192, 192, 3, 25)  # in parallel with a pooling: 192 + 192 = 384 channels
+    net.conv_norm("stem.5", 192, 192, 3, 25)  # In parallel with a pooling: 192 + 192 = 384 channels.
     for block in range(4):
         name = f"a{block}"
         branch(f"{name}.0", 384, 25, (96, 1))
@@ -255,12 +255,12 @@ def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Par
     net.add("ln_f.weight", hidden, MEMORY_BOUND_MACS * hidden * tokens)
     net.add(
         "ln_f.bias", hidden, vocabulary * hidden * tokens
-    )  # includes the head's products, which precede it in the backward pass
+    )  # Includes the head's products, which precede the layer in the backward pass.
     return net.parameters
 
 
 NETWORKS: dict[str, Callable[[], list[Parameter]]] = {
-    "vgg16": lambda: vgg((2, 2, 3, 3, 3)),  # configuration D
+    "vgg16": lambda: vgg((2, 2, 3, 3, 3)),  # Configuration D of the paper.
     "vgg19": lambda: vgg((2, 2, 4, 4, 4)),
     "resnet50": lambda: resnet((3, 4, 6, 3)),
     "resnet101": lambda: resnet((3, 4, 23, 3)),
@@ -278,7 +278,7 @@ NETWORKS: dict[str, Callable[[], list[Parameter]]] = {
 
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-GBIT = 1e9 / 8  # bytes per second
+GBIT = 1e9 / 8  # Bytes per second.
 
 # Sustained multiply-adds per second of a GPU like the ASC-WFBP paper's RTX 2080 Ti, and samples per rank. With this
 # rate the backward pass of ResNet-152 with 32 samples takes 0.18 s, as in section VI-E of the paper. A backward pass

@@ -1,6 +1,4 @@
-"""Align the clocks of several ranks, and write the summary and the trace of a recording, with times on one common
-clock.
-"""
+"""Align the clocks of several ranks, and write the summary and the trace of a recording on one common clock."""
 
 from __future__ import annotations
 
@@ -26,8 +24,11 @@ LARGEST_DRIFT = 500e-6
 drift less than a tenth of this."""
 
 DRIFT_PRICE = 0.1
-"""Weight of drift in the cost function by which clocks are aligned. The alignment assumes that a clock drifts only if
-the drift improves the fit to the recorded times by at least this fraction of the displacement that it causes."""
+"""Weight of drift in the cost function by which clocks are aligned.
+
+A drift is assumed only if it improves the fit to the recorded times by at least this fraction of the displacement that
+it causes.
+"""
 
 _US = 1e6
 
@@ -37,7 +38,7 @@ class OffsetSource(Enum):
 
     REFERENCE = "reference"  # This clock is the reference clock itself.
     UNITS = "units"
-    START = "start"  # The offset was measured when the recording began. The drift of the clock is unknown.
+    START = "start"  # The offset was measured when the recording began. The clock's drift is unknown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class ClockLine:
         origin_s: middle of the recording, as a reading of the clock to correct.
         offset_s: correction at `origin_s`.
         drift: change of the correction, in seconds per second.
-        error_s: largest possible error of the correction; for `START`, valid only at the start of the recording.
+        error_s: largest possible error of the correction. For `START`, it holds only at the start of the recording.
         known: how the offset was found.
     """
 
@@ -82,14 +83,15 @@ class Alignment:
 
     @property
     def error_s(self) -> float:
-        """Return the largest error bound of any rank's clock correction."""
+        """Return the largest possible error of any rank's clock correction."""
         return max(line.error_s for line in self.lines.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockBarrier:
-    """Times of one unit (bucket) that ranks with different clocks all-reduced: for each clock, the last issue and the
-    first completion among the ranks with this clock.
+    """Times of one unit (bucket) that ranks with different clocks all-reduced.
+
+    For each clock, they are the last issue and the first completion among the ranks with this clock.
     """
 
     issue_s: dict[str, float] = field(default_factory=dict)
@@ -100,8 +102,8 @@ def align(recording: Recording) -> Alignment:
     """Align the clocks of all recorded ranks.
 
     No rank completes a unit (bucket, reduced by one all-reduce) before all ranks have issued it. This bounds offset and
-    drift between the clocks of these ranks. If a rank shares no unit with the rank of the reference clock, even through
-    other ranks, the offset that was measured at the start of the recording is used.
+    drift between the clocks of these ranks. If no chain of shared units connects a rank with the reference clock, the
+    rank's clock gets the offset that was measured at the start of the recording.
     """
     reference = min(recording.ranks)
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
@@ -120,7 +122,7 @@ def align(recording: Recording) -> Alignment:
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
-    """Return the times of the units (buckets) by which clocks can be compared.
+    """Return the times of the units (buckets) that connect different clocks.
 
     The ranks that all-reduced such a unit have at least two different clocks.
     """
@@ -252,7 +254,7 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
 
 def rank_rows(recording: Recording) -> list[dict[str, Any]]:
     """Return a table with one row per rank: mean seconds of a step, of each phase (such as forward), and of exposed
-    communication (waits of the training thread for reduced gradients).
+    communication (waits of the training thread for gradients).
     """
     rows, usual = list[dict[str, Any]](), recording.usual_iterations
     for number, rank in sorted(recording.ranks.items()):
@@ -272,7 +274,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
 Entry = dict[str, Any]
 
 OPERATOR, OTHER = "cpu_op", "user_annotation"
-"""Categories of the trace's events, taken from torch.profiler, because tools skip events of unknown categories."""
+"""Categories of the trace's events. They are those of torch.profiler, because tools skip events of other categories."""
 
 
 class PathSpan(NamedTuple):
@@ -319,14 +321,14 @@ def trace_entries(recording: Recording, alignment: Alignment, path: Iterable[Pat
 def _path_entries(
     recording: Recording, alignment: Alignment, path: Iterable[PathSpan], origin_s: float
 ) -> Iterator[Entry]:
-    moments_s: dict[int, list[float]] = defaultdict(list)  # by iteration: begin and end of the iteration on every rank
+    moments_s: dict[int, list[float]] = defaultdict(list)  # {iteration: its begin and end on every rank}
     for number, rank in recording.ranks.items():
         for one in rank.iterations:
             moments_s[one.number] += (alignment.at(number, one.begin_s), alignment.at(number, one.end_s))
     windows_s, end_s = dict[int, tuple[float, float]](), -math.inf
     for number, moments in sorted(moments_s.items()):
-        # Let the time window of an iteration begin at the end of the previous window at the earliest, because an
-        # iteration on one rank may overlap the previous iteration on another rank.
+        # Let an iteration's time window begin no earlier than the previous window ends. The iteration on one rank may
+        # overlap the previous iteration on another rank.
         windows_s[number] = begin_s, end_s = max(min(moments), end_s), max(moments)
     track = {"pid": 1 + max(recording.ranks, default=0), "tid": 1}
     for place, span in enumerate(path):
@@ -345,7 +347,7 @@ def _rank_entries(
     rank: RankRecording, place: Placement, buffers: Mapping[int, Buffer], clock: ClockLine, origin_s: float
 ) -> Iterator[Entry]:
     tracks: dict[str, int] = {}
-    queued = rank.rank << 32  # latest id of an asynchronous event; ids are unique in the trace of all ranks
+    queued = rank.rank << 32  # Latest id of an asynchronous event. Ids are unique in the trace of all ranks.
 
     def us(moment_s: float) -> float:
         return round((clock.at(moment_s) - origin_s) * 1e6, 3)
@@ -388,14 +390,14 @@ def _rank_entries(
             layout = buffers[done.buffer].layout
             transport, algorithm = done.route
             track = f"{transport.value} stream {done.stream}"
-            # If the transport does not report when the all-reduce of a unit (bucket) began, use the end of the previous
-            # unit on the same stream.
+            # Some transports do not report when the all-reduce of a unit (bucket) began. Use the end of the previous
+            # unit on the same stream instead.
             begin_s = max(done.issue_s, done.begin_s or 0.0, free_s.get(track, 0.0))
             free_s[track] = end_s = max(done.done_s, begin_s)
             name = layout.describe(done.start, done.stop) if layout.names else f"[{done.start}, {done.stop})"
             if begin_s > done.issue_s:
-                # Write the wait of a unit (bucket) in the queue as an asynchronous event, because the waits of several
-                # units overlap.
+                # Write a unit's wait in the queue as an asynchronous event, because the waits of several units
+                # (buckets) overlap.
                 queued += 1
                 both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
                 yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}

@@ -36,7 +36,7 @@ COLLECTIVES: Mapping[str, int] = {
 """Values of the Chakra schema's enum `CollectiveCommType`, by `Collective.kind`."""
 
 ALL_RANKS = 0
-"""Id that ASTRA-sim reserves for the group of all ranks."""
+"""Id that ASTRA-sim reserves for the process group of all ranks."""
 
 _PACKAGE = "ChakraProtoMsg"
 _SCHEMA = {
@@ -151,16 +151,16 @@ class _RankTrace:
     node of a collective has the same id on all ranks.
     """
 
-    kind: Any  # protobuf class of `Node` messages
+    kind: Any  # Protobuf class of `Node` messages.
     histories: Histories
     rank: int
     groups: Mapping[tuple[int, ...], int]
     numbers: Mapping[tuple[int, OperationKey], int]
     _own: Iterator[int] = field(init=False)
-    _last: list[int] = field(default_factory=list)  # id of the latest node for local work; empty before the first one
-    # by lane (queue of a transport): id of the node of the latest collective
+    _last: list[int] = field(default_factory=list)  # Id of the latest node for local work; empty before the first one.
+    # {lane (queue of a transport): id of the node of its latest collective}
     _last_on: dict[str, list[int]] = field(default_factory=dict)
-    # ids of the nodes of those collectives for which the rank has waited since the latest node for local work
+    # Ids of the nodes of collectives for which the rank has waited since the latest node for local work.
     _waited_for: list[int] = field(default_factory=list)
     _now_s: float = 0.0
 
@@ -178,7 +178,7 @@ class _RankTrace:
             for place, one in enumerate(iteration.operators)
             if one.lane == 0
         )
-        nodes_of: dict[int, int] = {}  # by index of an operator: id of its latest trace node
+        nodes_of: dict[int, int] = {}  # {index of an operator: id of its latest trace node}
         if (gap_s := full[0].begin_s - self._now_s) > 0:
             yield self._local_node("between steps", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, gap_s))
         for piece in pieces(full, step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
@@ -190,7 +190,7 @@ class _RankTrace:
             reads = () if place is None or place in nodes_of else iteration.operators[place].after
             name = (
                 piece.name or f"{piece.phase.value}, between operators"
-            )  # Python code between operators is named after its phase.
+            )  # Name Python code between operators after its phase.
             yield self._local_node(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
             if place is not None:
                 nodes_of[place] = self._last[0]
@@ -220,7 +220,7 @@ class _RankTrace:
         node.attr.add(name="comm_size", uint64_val=one.n_bytes)
         return _with_attributes(
             node,
-            is_cpu_op=False,  # Simulators require the value False for collectives.
+            is_cpu_op=False,  # False, because simulators require this value for collectives
             iteration=step.number,
             activity=one.activity.value,
             phase=Phase.OTHER.value,
@@ -245,6 +245,6 @@ def _with_attributes(node: Any, **values: bool | int | str) -> Any:
 
 
 def _place_at(spans: Sequence[tuple[float, float, int]], moment_s: float) -> int | None:
-    """Return the index of the operator that the training thread ran at a moment; None = no operator."""
+    """Return the index of the operator that the training thread ran at a moment; None if it ran none."""
     found = bisect_right(spans, moment_s, key=lambda span: span[0]) - 1
     return spans[found][2] if found >= 0 and moment_s <= spans[found][1] else None

@@ -1,5 +1,5 @@
-"""Build the dependency graph of a job over all ranks (the "global graph" of the paper dPRO, section 4), make it
-coarser, replay (simulate) it, and find its critical path.
+"""Build the dependency graph of a job over all ranks (dPRO's "global graph", section 4), simplify and replay (simulate)
+it, and find its critical path.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .job_model import Histories, Iteration, JobModel, JobOperation, Processors,
 
 
 def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
-    """Return the job with fewer, longer pieces (intervals of the training thread), so that its replay (simulation) is
-    faster. Two consecutive pieces are merged if no other work depends on the moment between the two.
+    """Return the job with fewer, longer pieces (intervals of the training thread), to replay (simulate) it faster. Two
+    consecutive pieces are merged if no other work depends on the moment between the two.
 
     Args:
         job: job to simplify.
-        plan_is_fixed: True if the communication plan will not change. Then the moment at which a gradient is ready is
-            kept only for gradients that complete a unit (bucket).
+        plan_is_fixed: True if the communication plan will not change. Only the ready times of gradients that complete a
+            unit (bucket) are kept then.
     """
 
     def joined(_: int, program: Program) -> Program:
@@ -62,7 +62,7 @@ def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
 
 def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
-    # Do not treat a wait as negligible, because its time counts to the phase (such as backward) in which it is.
+    # Never merge a wait as negligible, because its time counts to the phase (such as backward) in which it is.
     negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits
     return before.computes == piece.computes and (alike or negligible)
 
@@ -70,8 +70,8 @@ def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
 def mean_iteration(job: JobModel) -> JobModel:
     """Return the job with a single iteration, whose durations are means over all iterations.
 
-    A rank's iterations may differ in what its training thread did. The mean then includes only the most frequent kind:
-    iterations with the same sequence of pieces (intervals of the training thread).
+    If a rank's iterations differ in their sequence of pieces (intervals of the training thread), the mean includes only
+    the iterations with the most frequent sequence.
     """
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[JobOperation]] = defaultdict(list)
@@ -121,7 +121,7 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
     Ranks are equal if they run the same sequence of work, and if the durations of each phase differ by at most
     `tolerance`. Hosts are equal if the same numbers of equal ranks run on each. When ranks share the processors of a
     host, a remaining rank uses them like all ranks of the host that are equal to it (`JobModel.alike`). Removed hosts
-    are not represented, so the costs of new units (buckets) must be derived from the complete job.
+    are not represented. Costs of new units (buckets) must therefore be derived from the complete job.
 
     Args:
         job: complete job.
@@ -188,8 +188,8 @@ def _equal_ranks(job: JobModel, tolerance: float) -> dict[int, int]:
 
 
 def _lengths(program: Program) -> dict[Hashable, float]:
-    """Return how many seconds of own work a rank needs in one iteration until it issues each operation, in each phase
-    (such as forward), and in total.
+    """Return the seconds of own work of a rank in one iteration: until it issues each operation, in each phase, and in
+    total.
     """
     found: dict[Hashable, float] = defaultdict(float)
     so_far_s = 0.0
@@ -202,7 +202,7 @@ def _lengths(program: Program) -> dict[Hashable, float]:
 
 
 BEFORE = -1
-"""Value of `ReplayNode.iteration` for the graph node that delays the begin of a rank's first iteration."""
+"""Value of `ReplayNode.iteration` for the node that delays the begin of a rank's first iteration."""
 
 
 def global_graph(job: JobModel) -> ReplayGraph:
@@ -219,7 +219,8 @@ def global_graph(job: JobModel) -> ReplayGraph:
     if job.link is not None:
         servers += [job.link, SharedResource(name="passing messages to the link", totals=(1.0,), is_link=True)]
     place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
-    last_on: dict[str, tuple[int, float]] = {}  # by lane (queue of a transport): latest operation and its `lag_s`
+    # {lane (queue of a transport): (its latest operation, the operation's `lag_s`)}
+    last_on: dict[str, tuple[int, float]] = {}
 
     def count(ranks: Sequence[int]) -> int:
         return sum(job.alike.get(rank, 1) for rank in ranks)
@@ -288,8 +289,7 @@ def play(job: JobModel) -> Replay:
 
 
 STRAGGLER_EXCESS = 0.05
-"""Fraction by which a rank's work must take longer than that of the median rank for the rank to be reported as a
-straggler."""
+"""A rank is reported as a straggler if its work takes longer than the median rank's by this fraction."""
 
 _PHASES = {
     Phase.DATA: "loading data",
@@ -308,7 +308,7 @@ class Part:
     it explains.
 
     Attributes:
-        words: the cause, as the rest of the sentence "31 % of the step …".
+        words: the cause, as the end of the sentence "31 % of the step …".
         seconds: seconds of an iteration that the cause explains.
         share: fraction of the iteration time.
     """
@@ -342,7 +342,7 @@ def critical_path(replay: Replay) -> tuple[Visit, ...]:
     """Return the critical path of a replayed (simulated) job, from the begin of the first iteration to the end of the
     last node.
 
-    The path is searched backwards: from a node, it continues with the node whose end allowed this node to start.
+    The path is searched backwards: a node is preceded by the node whose end allowed it to start.
     """
     if not replay.end_s:
         return ()
@@ -392,7 +392,7 @@ def parts(replay: Replay) -> tuple[Part, ...]:
 
 
 MIN_SHARE = 0.005
-"""Fraction of the step time below which the parts of the critical path are printed as one sum."""
+"""Minimum fraction of the step time for which a cause is printed separately. Smaller causes are printed as one sum."""
 
 
 def path_lines(replay: Replay) -> tuple[Part, ...]:
@@ -408,7 +408,7 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
     return (*shown, Part(words="is everything else", seconds=seconds, share=share))
 
 
-_OWN = ""  # placeholder for the cause "own work of a rank", which `_by_name` replaces by words with phase and rank
+_OWN = ""  # Placeholder for the cause "own work of a rank". `_by_name` replaces it by words with phase and rank.
 
 
 def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
@@ -547,7 +547,7 @@ def _part_s(graph: ReplayGraph, activities: Collection[Activity]) -> float:
 
 
 def communication_s(graph: ReplayGraph) -> float:
-    """Return how long the communication of all iterations together would take if every gradient were ready at the
+    """Return how long all communication of the iterations would take together if every gradient were ready at the
     start.
     """
     return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
@@ -559,9 +559,9 @@ def computation_s(graph: ReplayGraph) -> float:
 
 
 def alone_s(replay: Replay) -> tuple[float, float]:
-    """Return the seconds per step that the slowest rank's own work and all communication would take by themselves.
+    """Return the seconds per step of the slowest rank's own work alone, and of all communication alone.
 
-    Both are limited to the mean step time of all ranks, which the slowest rank's own work can exceed.
+    Each is at most the mean step time of all ranks, which the slowest rank's own work can exceed.
     """
     times = replayed(replay)
     own_s, units_s = (part(replay.graph) / max(1, times.iterations) for part in (computation_s, communication_s))

@@ -31,7 +31,7 @@ tr.sum td { border-top: 1px solid; } meter { width: 10em; }
 """
 
 Trace = dict[str, Any]
-"""One Plotly trace, which is a line or a set of points in a plot (https://plotly.com/javascript/reference)."""
+"""One Plotly trace: a line or a set of points in a plot (https://plotly.com/javascript/reference)."""
 
 LOG = {"type": "log", "tickvals": [digit * 10.0**power for power in range(-4, 10) for digit in (1, 2, 5)]}
 """Settings of a logarithmic axis of a Plotly plot, with ticks at 1, 2 and 5 times powers of ten."""
@@ -136,17 +136,20 @@ def heading(words: str) -> Markup:
 
 
 def paragraph(words: str, kind: str = "") -> Markup:
-    """Return an HTML paragraph with CSS class `kind`. The text is escaped unless it is `Markup`."""
+    """Return an HTML paragraph with the CSS class `kind`. The text is escaped unless it is `Markup`."""
     return _element("p", kind, words)
 
 
 def details(summary: str, content: Markup) -> Markup:
-    """Return an HTML element that shows the line `summary`, and below it `content` once the reader opens it."""
+    """Return an HTML element that shows the line `summary`.
+
+    It shows `content` below the line once the reader opens it.
+    """
     return Markup("<details><summary>{}</summary>{}</details>").format(summary, content)
 
 
 def share_bar(share: float) -> Markup:
-    """Return an HTML bar whose length is the fraction `share` of its full length."""
+    """Return a horizontal HTML bar that is filled up to the fraction `share`."""
     return Markup('<meter value="{:.4f}"></meter>').format(share)
 
 

@@ -1,5 +1,7 @@
-"""Build the model of a recorded job that replays (simulations) need: timelines of all ranks on one clock, and the time
-that each operation would take if it did not share processors and network.
+"""Build the model of a recorded job for replays (simulations).
+
+The model contains the timelines of all ranks on one clock, and the time that each operation would take with processors
+and network for itself.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ operations: (-1, index in the iteration, 0)."""
 
 @dataclass(frozen=True, slots=True)
 class ThreadInterval:
-    """Work of a rank's training thread between two moments on which other work depends (a "piece"), such as the moments
-    at which gradients are ready. Pieces are nodes of the graph that is replayed (simulated).
+    """Work of a rank's training thread between two moments on which other work depends (a "piece").
+
+    Such a moment is, for example, the moment at which a gradient is ready. Pieces are nodes of the graph that is
+    replayed (simulated).
 
     Attributes:
         activity: kind of work.
         phase: phase of the step, such as forward or backward.
         seconds: duration if no other work shares the processors.
         name: name of the operator.
-        computes: True if the work uses processors, so that other work on them slows it. Otherwise its duration is
+        computes: True if the work uses processors, so that other work on them slows it. False = its duration is
             constant.
         waits: all-reduces and other operations whose results the work needs: (key, delay of this rank after the first
             rank's completion).
@@ -71,8 +75,8 @@ class JobOperation:
         route: transport and algorithm of a unit.
         fixed_s: start-up time, which depends neither on the size nor on other work.
         link_s: time on the network link between hosts if nothing else uses it; 0 = all ranks are on one host.
-        host_s: processor time to pass messages to the link. Only one operation at a time can use this time, even on
-            different streams.
+        host_s: processor time to pass messages to the link. Messages are passed one at a time, even those of different
+            streams.
         processor_s: time on the ranks' processors if nothing else uses them; 0 unless all ranks are on one host.
         busy: processors that each rank occupies during `processor_s`; below 1 if the transport sleeps while it waits.
         lag_s: delay between the first and the last rank's completion of the operation.
@@ -127,8 +131,9 @@ class Processors:
 
     @property
     def server(self) -> SharedResource:
-        """Return the processors as a resource that threads share: each runs at full speed unless there are more threads
-        than processors.
+        """Return the processors as a resource that threads share.
+
+        Each thread has full speed unless there are more threads than processors.
         """
         whole = [float(count) for count in range(1, int(self.capacity) + 1)]
         return SharedResource(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
@@ -147,8 +152,8 @@ class JobModel:
         link: network link between hosts, as a resource that units (buckets) share; None if all ranks are on one host.
         iterations: consecutive steps.
         begin_s: time at which each rank begins, in seconds after the first rank, by rank.
-        alike: number of equal ranks that a rank represents, if `symmetric` has removed the others, by rank; 1 for ranks
-            without an entry.
+        alike: {rank: number of equal ranks that it represents}, if `symmetric` has removed ranks; 1 for ranks without
+            an entry.
         notes: one sentence for each property of the job that was not recorded and is assumed.
     """
 
@@ -183,7 +188,8 @@ class JobModel:
         program: Callable[[int, Program], Program] = lambda _, same: same,
         operation: Callable[[JobOperation], JobOperation] = lambda same: same,
     ) -> JobModel:
-        """Return a copy of the job in which functions have replaced the work of ranks and the operations between ranks.
+        """Return a copy of the job, with each rank's work and each operation between ranks replaced by a function's
+        result.
 
         Args:
             program: maps (rank, sequence of work of this rank) to a new sequence of work.
@@ -241,8 +247,7 @@ class WaitInterval:
     Attributes:
         begin_s, end_s: first and last moment of the wait; equal if the results were already available.
         keys: keys of the operations for which the thread waits.
-        until_backward_ends: True if the wait cannot begin before `backward()` has returned, because the results are
-            gradients.
+        until_backward_ends: True if the wait is for gradients, and so cannot begin before `backward()` has returned.
     """
 
     begin_s: float
@@ -252,7 +257,7 @@ class WaitInterval:
 
 
 def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
-    """Divide the timeline of one rank in one iteration into intervals without gaps. Waits for other ranks are not
+    """Divide the timeline of one rank in one iteration into intervals without gaps. Waits for other ranks are not yet
     marked; `with_waits` inserts them.
     """
 
@@ -283,7 +288,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
 
 
 def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator[Stretch]:
-    """Fill a period in which no operator ran with intervals, one for each phase (such as forward) in the period."""
+    """Fill a period without operators with intervals, one for each phase (such as forward) in the period."""
     now_s = begin_s
     for span in spans:
         if now_s < span.end_s and span.begin_s < end_s:
@@ -296,8 +301,9 @@ def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator
 
 
 def with_waits(full: Sequence[Stretch], waits: Iterable[WaitInterval]) -> list[Stretch]:
-    """Return the intervals of one rank, divided so that waits for other ranks are intervals of their own. Only time in
-    which no operator ran can be a wait.
+    """Divide the intervals of one rank further, so that each wait for other ranks is an interval of its own.
+
+    Only time in which no operator ran can be a wait.
     """
     found = list(full)
     for wait in sorted(waits, key=lambda wait: wait.end_s):
@@ -311,16 +317,16 @@ def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
     backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
     backward_end = 1 + backward[-1] if backward and wait.until_backward_ends else 0
     if wait.until_backward_ends and backward_end < place:
-        # The recorded time at which another rank issued a unit (bucket) may be too late. Then this rank's wait seems to
-        # end after its next operators, although its thread waited in the long gap before these operators.
+        # The recorded time at which another rank issued a unit (bucket) may be too late. This rank's wait then seems to
+        # end after its next operators. In truth, its thread waited in the long gap before these operators.
         gaps = [at for at in range(backward_end, place) if not (full[at].name or full[at].waits)]
         longest = max(gaps, key=lambda at: full[at].end_s - max(full[at].begin_s, wait.begin_s), default=place)
         gap = full[longest]
         if gap.end_s - max(gap.begin_s, wait.begin_s) > wait.end_s - gap.end_s > 0:
             place, one, wait = longest, gap, replace(wait, end_s=gap.end_s)
     if one.name or one.waits or place < backward_end:
-        # Move the wait behind the operator that ran when the wait ended, because operators do not wait. Move a wait for
-        # gradients behind the whole backward pass.
+        # Move the wait after the operator that ran when the wait ended, because operators do not wait. Move a wait for
+        # gradients after the whole backward pass.
         place = max(place + 1, backward_end)
         before = full[place - 1]
         begin_s = end_s = before.end_s
@@ -345,7 +351,7 @@ class Marks:
     Attributes:
         ready: moment at which each gradient was ready.
         issued: moment at which this rank issued each all-reduce or other operation between ranks.
-        seen: delay with which this rank completed an operation after the first rank did, by key of the operation.
+        seen: {key of an operation: delay between the first rank's and this rank's completion}.
     """
 
     ready: Sequence[tuple[float, GradientKey]]
@@ -427,15 +433,15 @@ def barriers(
     buffers: Iterable[Buffer],
     free_s: dict[str, float],
 ) -> list[TimedBarrier]:
-    """Return the operations between ranks in one iteration, sorted by begin. Each is merged from what all ranks
-    recorded about it.
+    """Return the operations between ranks in one iteration, sorted by begin.
+
+    Each operation is merged from the recordings of all ranks.
 
     Args:
         iterations: the iteration as recorded by each rank.
         clocks: conversion of each rank's clock to the common clock of the job.
         buffers: flat buffers (of contiguous gradients) of the job.
-        free_s: moment at which each lane (queue of a transport) becomes idle, so that it can begin the next operation.
-            This function updates it in place.
+        free_s: {lane (queue of a transport): moment at which it becomes idle}. This function updates the dict.
     """
     layouts = {buffer.number: buffer.layout for buffer in buffers}
     issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
@@ -466,7 +472,7 @@ def barriers(
 
 
 def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream: int) -> dict[str, Any]:
-    """Return those fields of a unit's (bucket's) `JobOperation` that do not depend on the time its all-reduce takes."""
+    """Return the fields of a unit's (bucket's) `JobOperation` that do not depend on the duration of its all-reduce."""
     _, start, stop = key
     return {
         "key": key,
@@ -587,9 +593,9 @@ def _waits(
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
     """Return conversions of each rank's clock to the common clock of the job, which reads 0 when the first rank begins.
 
-    Offset and drift of a clock are derived from the times at which ranks issue and complete units (buckets), so that
-    their error is as large as the duration of the shortest units. If the offset that was measured at the start of the
-    recording has a smaller error bound, it is used instead.
+    Offset and drift of a clock are derived from the times at which ranks issue and complete units (buckets). Their
+    error is as large as the duration of the shortest units. If the offset measured at the start of the recording has a
+    smaller error bound, it is used instead.
     """
     found = align(recording)
     by_units = found.error_s <= max(one.round_trip_s for one in recording.ranks.values()) / 2
@@ -611,7 +617,7 @@ Use = tuple[float, float, float]
 class ShareClock:
     """Clock that measures the work of one task on a shared resource (processors, or network link between hosts).
 
-    The clock runs at speed 1 while at most one task uses the resource, otherwise at the speed that each task gets.
+    The clock has speed 1 while at most one task uses the resource. Otherwise it has the speed that each task gets.
     """
 
     def __init__(self, server: SharedResource, uses: Iterable[Use]) -> None:
@@ -635,7 +641,7 @@ class ShareClock:
         return self._shown_s[place] + (moment_s - self._moments_s[place]) * self._speeds[place]
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """Return the work that one task completed from `begin_s` to `end_s`, in seconds that it takes if alone on the
+        """Return the work that one task completed from `begin_s` to `end_s`, as the seconds that it takes alone on the
         resource.
         """
         return max(0.0, self.at(end_s) - self.at(begin_s))
@@ -700,8 +706,9 @@ LINK = "the link between hosts"
 
 
 def job_model(histories: Histories) -> JobModel:
-    """Build the model of the recorded job: the work of all ranks, with the durations it would have if each piece of
-    work had processors and network for itself.
+    """Build the model of the recorded job: the work of all ranks.
+
+    The durations are those that work has if it shares neither processors nor network.
     """
     job, hosts = histories.recording.job, histories.hosts
     recorded = [one for step in histories.steps for one in step.barriers]
@@ -767,11 +774,11 @@ def job_model(histories: Histories) -> JobModel:
 
 
 def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
-    """Return the throughput G(n) of a network link, as measured with n concurrent units (buckets), without dents.
+    """Return the measured throughput G(n) of a network link with n concurrent units (buckets), without dents.
 
     A dent is a value that is lower than some value for fewer units and some value for more units. It means that other
-    work kept the machine busy during the measurement, so the value is raised to the line between the two higher values.
-    A decline towards the largest n is not changed.
+    work kept the machine busy during the measurement. The value is raised to the line between the two higher values. A
+    decline towards the largest n is not changed.
     """
     found = list(throughput)
     places = range(len(found))

@@ -1,5 +1,7 @@
-"""Replay (simulate) the memory use of a training step, and choose a change of the script (recomputation of activations,
-gradient accumulation) that lowers the peak to a budget.
+"""Replay (simulate) the memory use of a training step, and choose a change of the script that lowers the peak to a
+budget.
+
+Such changes are recomputation of activations and gradient accumulation.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _Event = tuple[float, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The moment of a step at which most memory is in use.
+    """The moment of a step with the highest memory use.
 
     Attributes:
         n_bytes: bytes in use at the moment.
@@ -58,8 +60,7 @@ class Moment:
 
 
 class MemoryReplay:
-    """Replay (simulation) of the memory use of one device in one step, as recorded or with a change that lowers the
-    peak.
+    """Replay (simulation) of one device's memory use in one step, as recorded or with a change that lowers the peak.
 
     Attributes:
         memory: recorded memory use of the step.
@@ -106,8 +107,8 @@ class MemoryReplay:
         events = sorted(self._events(recomputed))
         if passes == 1:
             return self._highest(self._initial, events, 1)
-        # From the second pass on, count the memory of all gradients from the start of the pass, because those of the
-        # first pass still exist: autograd adds the new ones to them.
+        # In every pass but the first, count the memory of all gradients from the start of the pass: autograd adds the
+        # new gradients to those of the first pass.
         there, allocations, later = [*self._initial, *self._gradients], self.memory.allocations, set(self._gradients)
         added = [(allocations[place].added_s or 0.0, _LAST, -1, place) for place in self._gradients]
         last = self._highest(there, sorted([*events, *added]), passes)
@@ -137,7 +138,7 @@ class MemoryReplay:
 
     def _events(self, recomputed: Sequence[int]) -> list[_Event]:
         calls = self.memory.calls
-        # by block of memory: latest moment at which a repeated forward pass reads it
+        # {block of memory: latest moment at which a repeated forward pass reads it}
         needed_s = defaultdict[int, float](float)
         for number in recomputed:
             for place in calls[number].inputs:
@@ -189,8 +190,9 @@ def _size(one: Allocation, passes: int) -> int:
 
 
 CALL_S, OPERATOR_S = 1e-3, 25e-6
-"""Overhead of `torch.utils.checkpoint` in seconds: per module call, and per operator in this call. It was measured on
-two CPU cores."""
+"""Overhead of `torch.utils.checkpoint` in seconds, measured on two CPU cores: per module call, and per operator in the
+call.
+"""
 
 AGAIN = "re-computation"
 ADDING = "add gradients"
@@ -221,7 +223,8 @@ def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[ThreadI
     owners = [_owner(piece.module, modules) for piece in program]
     repeat_s: dict[ModuleKey, float] = {}
     last: ModuleKey | None = None
-    gap_s = 0.0  # time since the last operator. It counts to a module if both the last and the next operator are of it
+    # Time since the last operator. It counts to a module if both the last and the next operator belong to the module.
+    gap_s = 0.0
     for piece, owner in zip(program, owners, strict=True):
         if piece.phase is Phase.FORWARD and not piece.name:
             gap_s += piece.seconds
@@ -266,11 +269,12 @@ def _in_passes(program: Program, passes: int) -> Iterator[ThreadInterval]:
 
 MAX_PASSES = 64
 MAX_MODULES = 100
-"""Maximum number of modules at each depth of the model that the search for recomputation considers. It considers those
-whose activations take most memory."""
+"""Maximum number of modules at each depth of the model that the search for recomputation considers: those whose
+activations take the most memory.
+"""
 
 WITH_RUNNING_STATISTICS = ("BatchNorm", "SyncBatchNorm")
-"""Prefixes of class names by which modules that keep running statistics of batches are recognized."""
+"""Prefixes of class names of modules that keep running statistics of batches, such as BatchNorm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +293,7 @@ class MemoryQuestion:
 
     @property
     def passes(self) -> int:
-        """Return how many forward passes of the whole model the recorded step has; more than 1 with gradient
+        """Return the number of forward passes of the whole model in the recorded step; more than 1 with gradient
         accumulation.
         """
         calls = self.replay.memory.calls
@@ -364,7 +368,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     """
 
     def of(passes: int) -> list[MemoryRemedy]:
-        """Return one change with this number of passes for each depth of the module tree, by ascending memory peak."""
+        """Return changes with this number of passes, one per depth of the module tree, by ascending memory peak."""
         smallest_sets = sorted(_smallest_sets(question, passes=passes), key=lambda one: one[1].n_bytes)
         return [_both(question, passes, numbers, peak) for numbers, peak in smallest_sets]
 
@@ -374,7 +378,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     counts = list(_passes(question))
     most = of(counts[-1]) if counts else []
     if not fits(most):
-        yield from most[:1]  # the change with the lowest peak, because with fewer passes, the peak is higher
+        yield from most[:1]  # The change with the lowest peak, because fewer passes have a higher peak.
         return
     yield from next(filter(fits, map(of, counts[:-1])), most)
 
@@ -383,11 +387,10 @@ PASSES: tuple[Mapping[str, Callable[[MemoryQuestion], Iterator[MemoryRemedy]]], 
     {"re-computation": recomputation, "accumulation": accumulation},
     {"both": both},
 )
-"""Searches for changes ("remedies") that lower the memory peak, by name, in stages. A stage runs only if no change
-found in the previous stage meets the memory budget.
+"""Searches for changes ("remedies") that lower the memory peak, by name, in stages.
 
-Each search yields the changes that meet the budget with the least overhead or, if none meets it, the change with the
-lowest peak.
+A stage runs only if no change found in the previous stage meets the memory budget. Each search yields the changes that
+meet the budget with the least overhead. If none meets it, the search yields the change with the lowest peak.
 """
 
 
@@ -542,8 +545,8 @@ class RankedRemedy:
     Attributes:
         by: name of the search that found the change.
         remedy: the change.
-        step_s: predicted step time with the change and the recorded communication plan. It only ranks changes and is
-            not shown to users, because measured times differed from it by up to 30 %.
+        step_s: predicted step time with the change and the recorded communication plan. It only ranks changes. Users do
+            not see it, because measured times differed from it by up to 30 %.
     """
 
     by: str
@@ -553,7 +556,7 @@ class RankedRemedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Result of the search for changes of the training script with which a job fits into a memory budget.
+    """Result of the search for changes of the training script that fit a job into a memory budget.
 
     Attributes:
         rank: rank with the highest memory peak. Only this rank was examined.
@@ -562,7 +565,7 @@ class Fitting:
         peak_bytes: recorded memory peak of the device.
         before: replay (simulation) of the recorded job.
         remedies: changes that meet the budget, the fastest first, then changes that do not meet it.
-        chosen: fastest change that meets the budget; None if no change is needed or none is sufficient (see `is_met`).
+        chosen: fastest change that meets the budget; None if no change is needed, or if none meets it (see `is_met`).
     """
 
     rank: int

@@ -54,7 +54,7 @@ def _own_name(name: str) -> str:
 
 
 class Mark(NamedTuple):
-    """One event that was timed by two clocks, to convert times between the clocks.
+    """One event that was timed by two clocks, for the conversion of times between the clocks.
 
     Attributes:
         before_s, after_s: readings of `time.perf_counter` immediately before and after the event.
@@ -87,8 +87,9 @@ class ClockMap:
 
 
 def map_clock(marks: Sequence[Mark]) -> ClockMap:
-    """Fit a conversion from torch.profiler's clock to `time.perf_counter` that agrees with all marks (events timed by
-    both clocks), or disagrees as little as possible.
+    """Fit a conversion from torch.profiler's clock to `time.perf_counter` to marks (events timed by both clocks).
+
+    The conversion agrees with all marks, or disagrees as little as possible.
     """
     origin_ns = marks[0].start_ns
     since_s = [(mark.start_ns - origin_ns) * 1e-9 for mark in marks]
@@ -99,7 +100,7 @@ def map_clock(marks: Sequence[Mark]) -> ClockMap:
 
 # ── data dependencies ────────────────────────────────────────────────────────────────────────────────────────────────
 
-Node = Mapping[str, Any]  # Any: values of JSON
+Node = Mapping[str, Any]  # Any, because values of JSON have no common type.
 Tensor = tuple[int, int, int, int, int, str]
 """Tensor in an execution trace: (tensor id, storage id, offset, number of elements, bytes per element, device)."""
 
@@ -107,7 +108,7 @@ Storage = tuple[int, int]
 """Storage in an execution trace: (storage id, bytes per element)."""
 
 _USER_SCOPE = 7
-"""Value that the field `scope` of an execution trace has for `record_function` annotations, which are not operators."""
+"""Value of an execution trace's field `scope` for `record_function` annotations, which are not operators."""
 
 _MUTABLE = re.compile(r"\(\w+!\)")
 
@@ -166,14 +167,14 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
         KeyError, TypeError, IndexError: the execution trace has an unexpected format.
     """
     attributes = {node["id"]: {each["name"]: each["value"] for each in node["attrs"]} for node in nodes}
-    outermost: dict[int, int] = {}  # by node of the trace: id of the top-level operator that contains the node
+    outermost: dict[int, int] = {}  # {node of the trace: id of the top-level operator that contains it}
     threads = defaultdict[int, list[Node]](list)
     for node in sorted(nodes, key=lambda node: node["id"]):
         number = int(node["id"])
         if attributes[number]["scope"] != _USER_SCOPE:
             outermost[number] = outermost.get(node["ctrl_deps"], number)
             threads[attributes[node["id"]]["tid"]].append(node)
-    # Remember the operator that produced each tensor (`made`), and the last operator that wrote to each storage
+    # Store the operator that produced each tensor (`made`), and the last operator that wrote to each storage
     # (`changed`).
     made: dict[Tensor, int] = {}
     changed: dict[Storage, int] = {}
@@ -203,7 +204,7 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
     )
 
 
-def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: values of JSON
+def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any, because values of JSON have no common type.
     """Yield the tensors among the JSON values of an execution trace, including those in nested lists."""
     for value in values:
         if isinstance(value, list):
@@ -222,8 +223,8 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
     """Return the operators of one step, with the data dependencies that were recorded in another step.
 
     Args:
-        pieces: (id of the operator, part of the operator) for all parts of the operators, sorted by begin. Only
-            operators that were split have several parts. Ids ascend within a lane (thread or stream).
+        pieces: (id of the operator, part of the operator), sorted by begin. An operator that was split has several
+            parts. Ids ascend within a lane (thread or stream).
         found: operators of the other step, with their data dependencies. They are matched by name and order. An
             operator without a match gets no dependencies.
     """
@@ -249,11 +250,10 @@ Address = tuple[str, int]
 """Location of a storage in memory: (device, address)."""
 
 UNLISTED = 0
-"""Address that stands for all memory of a device that no Python tensor uses. Only the total size of this memory is
-known."""
+"""Address that stands for all memory of a device that belongs to no Python tensor. Only its total size is known."""
 
 LARGEST_NODE = 1 << 62
-"""Number above all sequence numbers of autograd nodes. A node without a sequence number reports a larger integer."""
+"""Number above all sequence numbers of autograd nodes. Larger numbers come from nodes without a sequence number."""
 
 
 class LiveStorage(NamedTuple):
@@ -321,7 +321,8 @@ def live_storages() -> list[LiveStorage]:
         if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
             continue  # Skip mapped storages, because they are files, or shared memory that another rank may count.
 
-        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # view into a larger buffer of gradients
+        # The storage is a view into a larger buffer of gradients.
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:
             holds = Holds.FLAT_BUFFERS
         found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):
@@ -333,8 +334,8 @@ def live_storages() -> list[LiveStorage]:
 
 
 def _enclosing(extents: Iterable[Extent]) -> dict[Extent, Extent]:
-    """Map each storage whose memory is part of a larger storage to the larger one, such as a gradient to the flat
-    buffer of contiguous gradients.
+    """Map each storage that is part of a larger storage to the larger one, such as a gradient to its flat buffer (of
+    contiguous gradients).
     """
     found: dict[Extent, Extent] = {}
     whole: Extent = ("", 0, 0)
@@ -380,7 +381,7 @@ class ModuleCalls:
         self.calls: list[SeenCall] = []
         self.with_tensors = False
         self._stack: list[int] = []
-        # At each begin and end of a call, store (moment, next autograd sequence number, innermost call from then on).
+        # (moment, next autograd sequence number, innermost call from then on), at each begin and end of a call.
         self._changes: list[tuple[float, int, int]] = []
         self._thread = threading.get_ident()
         self._hooks = [
@@ -399,14 +400,14 @@ class ModuleCalls:
         return self._changes[place - 1][2] if place else -1
 
     def of_node(self, number: int) -> int:
-        """Return the index of the innermost module call in which the autograd node with this sequence number was
-        created; -1 = none.
+        """Return the index of the innermost module call that created the autograd node with this sequence number; -1 =
+        none.
         """
         place = bisect_right(self._changes, number, key=lambda change: change[1])
         return self._changes[place - 1][2] if place and 0 <= number < LARGEST_NODE else -1
 
     def modules(self) -> tuple[tuple[Module, ...], list[int]]:
-        """Return (all modules that were called, for each module call the index of its module)."""
+        """Return (all modules that were called, index of the module of each recorded call)."""
         places: dict[int, int] = {}
         found: list[Module] = []
         names: dict[int, dict[int, str]] = {}
@@ -417,19 +418,20 @@ class ModuleCalls:
             if id(call.module) not in places:
                 known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
                 places[id(call.module)] = len(found)
-                # Use the name of the class if the module is not registered as a submodule.
+                # Use the class name of a module that is not registered as a submodule.
                 name = known.get(id(call.module), f"({type(call.module).__name__})")
                 found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
         return tuple(found), [places[id(call.module)] for call in self.calls]
 
-    def _before(self, module: nn.Module, _: Any) -> None:  # Any: torch's hook
+    def _before(self, module: nn.Module, _: Any) -> None:  # Any, because torch's hooks have no common type.
         if threading.get_ident() == self._thread:
             place, now_s = len(self.calls), time.perf_counter()
             self.calls.append(SeenCall(module, self._stack[-1] if self._stack else -1, now_s, now_s))
             self._stack.append(place)
             self._changes.append((now_s, _next_node(), place))
 
-    def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:  # Any: torch's hook
+    # Any, because torch's hooks have no common type.
+    def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """Record the end of a module call.
 
         Args:
@@ -458,8 +460,10 @@ def _next_node() -> int:
 MARK = "sirtaki.mark"
 MEMORY = "[memory]"
 MARKS_AT_ONCE = 5
-"""Number of marks (events timed by two clocks) that each call of `mark` records. One is not enough, because the first
-mark after a pause is slow, and fast marks bound the offset between the clocks best."""
+"""Number of marks (events timed by two clocks) that each call of `mark` records.
+
+One is not enough: the first mark after a pause is slow, and fast marks bound the offset between the clocks best.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,7 +644,8 @@ class StepWatch:
         )
 
 
-def _events(found: Sequence[Any], clock: ClockMap) -> Iterator[ProfilerEvent]:  # Any: Kineto's events have no types
+# Any, because Kineto's events have no types.
+def _events(found: Sequence[Any], clock: ClockMap) -> Iterator[ProfilerEvent]:
     for event in found:
         if event.name() not in (MARK, MEMORY):
             begin_ns, on_device = event.start_ns(), event.device_type() != DeviceType.CPU
@@ -656,7 +661,8 @@ def _events(found: Sequence[Any], clock: ClockMap) -> Iterator[ProfilerEvent]:  
             )
 
 
-def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # Any: Kineto's events have no types
+# Any, because Kineto's events have no types.
+def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:
     left = [(event, "", False) for event in tree]
     while left:
         event, operator, accumulating = left.pop()
@@ -673,7 +679,7 @@ def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # A
 # ── operators of steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
 MIN_DURATION_S = 1e-9
-"""Duration in seconds below which an interval is dropped. It is the resolution of the clock."""
+"""Shorter intervals are dropped. The value is the resolution of the clock, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -743,7 +749,7 @@ def _annotated(events: Iterable[ProfilerEvent], prefix: str) -> list[Interval]:
 def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[ProfilerEvent, Phase]]:
     """Return the top-level operators of a step, each with its phase (such as forward). Events on devices come last."""
     ends_s, top = dict[tuple[bool, int], float](), list[ProfilerEvent]()
-    for event in events:  # Outer events come before the events inside them.
+    for event in events:  # Sort outer events before the events inside them.
         if not event.annotation and event.begin_s >= ends_s.get(event.lane, 0.0):
             ends_s[event.lane] = event.end_s
             top.append(event)
@@ -769,7 +775,7 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
         return Phase.FORWARD if forward_s <= event.begin_s < last_backward_s else Phase.OTHER
 
     found = [(event, phase_of(event)) for event in on_host]
-    launched: dict[int, Phase] = {}  # by correlation id of device work: phase of the operator that launched the work
+    launched: dict[int, Phase] = {}  # {correlation id of device work: phase of the operator that launched it}
     begins = [event.begin_s for event in on_host]
     for event in events if len(on_host) < len(top) else ():
         place = bisect_right(begins, event.begin_s) - 1
@@ -811,8 +817,7 @@ _Span = TypeVar("_Span", Operator, PhaseSpan)
 
 
 def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperators:
-    """Return a copy of one step's operators and phases, moved to the times of another step, which ran without
-    torch.profiler.
+    """Return one step's operators and phases, moved to the times of another step, which ran without torch.profiler.
 
     Args:
         seen: operators and phases of the step that torch.profiler recorded.
@@ -871,7 +876,7 @@ class _MemoryBuilder:
 
     def __init__(self, seen: ProfilerTrace, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
         self._end_s, self._calls = end_s, seen.calls
-        # Use the backward events of all threads, because autograd runs one thread per device.
+        # Use the backward events of all threads: autograd has one thread per device.
         inside = [one for one in seen.events if one.is_backward and begin_s <= one.begin_s <= end_s]
         self._backward = sorted(inside, key=lambda event: event.begin_s)
         self._added_s = [(one.begin_s, one.end_s) for one in self._backward if one.name.endswith(ACCUMULATING)]
@@ -885,12 +890,12 @@ class _MemoryBuilder:
         self.devices: dict[str, int] = {}
         self.allocations: list[Allocation] = []
         self._at_address = defaultdict[Address, list[int]](list)
-        # Collect the blocks (by index) that were allocated before autograd added a gradient to `.grad`, and released
-        # during this addition.
+        # Find the blocks (by index) that were allocated before autograd added a gradient to `.grad`, and released
+        # during the addition.
         self._accumulated: set[int] = set()
         self._add_live_storages(seen, begin_s)
         live = {address: places[-1] for address, places in self._at_address.items()}
-        short_lived: set[int] = set()  # blocks that were allocated while a gradient was added to `.grad`
+        short_lived: set[int] = set()  # Blocks that were allocated while a gradient was added to `.grad`.
         for event in seen.memory:
             address = event.device, event.address
             if not begin_s <= event.at_s <= end_s:

@@ -38,23 +38,24 @@ from .step_parts import (
 from .what_if import MIN_GAIN, Answer, Baseline, limitations
 
 BUDGETS = (0.75, 0.5)
-"""Memory budgets for which the page lists changes that lower the memory peak, as fractions of the recorded peak."""
+"""Memory budgets, as fractions of the recorded peak. For each, the page lists changes that lower the peak to it."""
 
 MAX_ERROR = 0.05
-"""Largest relative difference between the replayed (simulated) and the recorded step time up to which the page shows
-predictions."""
+"""Largest relative difference between replayed (simulated) and recorded step time with which the page shows
+predictions.
+"""
 
 EXPOSED_SHARE = 0.02
-"""Fraction of the step up to which the page neglects exposed communication (waits for gradients), and states that
-training does not wait."""
+"""If exposed communication (waits for gradients) is a smaller fraction of the step, the page states that training does
+not wait.
+"""
 
 MIN_SPREAD_S = 1e-6
-"""Largest standard deviation of step times, in seconds, that the page omits, because it is negligible."""
+"""Largest standard deviation of step times, in seconds, that the page omits as negligible."""
 
 MAX_RANKS, MAX_ROWS, MAX_MEMORY_ROWS = 128, 12, 10
 MAX_MOMENTS = 700
-"""Number of intervals into which a plot of memory use over time is divided. Of each interval, the highest value is
-drawn."""
+"""Number of intervals of a plot of memory use over time. The highest value of each interval is drawn."""
 
 WITHOUT_OPERATORS = f"Operators were not recorded, so some kinds of time are one: {UNDIVIDED}."
 
@@ -85,7 +86,7 @@ class Findings:
         exposures: waits of each rank's training thread for reduced gradients, by cause.
         base: replayed step times, to which predictions are compared; None if the replay failed, for a reason in
             `problems`.
-        replay: replay of all iterations, with begin and end of each piece of work; None if the replay failed.
+        replay: replay of all iterations, with the begin and end of each piece of work; None if the replay failed.
         answers: predicted step time for each single change; empty if the replay is too inaccurate (`is_far`).
         notes: one sentence for each assumption and limitation of the replay.
         fittings: changes that lower the memory peak, for each of `BUDGETS`; empty if memory was not recorded.
@@ -239,8 +240,10 @@ def sentences(found: Findings) -> Iterator[str]:
 
 
 NOTABLE_CAUSE, ONE_RANK = 0.05, 0.7
-"""Minimum fraction of exposed communication (waits for gradients) from which a cause is named, and minimum fraction of
-the waits for slower ranks from which one rank is named as their cause."""
+"""A cause is named if exposed communication (waits for gradients) is at least the first fraction of the step.
+
+One rank is named as the cause of waits for slower ranks if it causes at least the second fraction of them.
+"""
 
 
 def exposure_causes(found: Findings) -> list[tuple[str, float]]:
@@ -253,7 +256,7 @@ def exposure_causes(found: Findings) -> list[tuple[str, float]]:
         slower_s.update(one.slower_s)
     slowest, its_s = slower_s.most_common(1)[0] if slower_s else (0, 0.0)
     one_rank = its_s >= ONE_RANK * sum(slower_s.values())
-    # A rank that only begins its step later than others is behind, but it does not compute longer.
+    # A rank that only begins its step later than others is late, but it does not compute longer.
     own_s = {one.rank: one.own_s for one in step_parts(found.histories)}
     longer = own_s[slowest] > (1 + STRAGGLER_EXCESS) * statistics.median_low(own_s.values()) if slower_s else False
     slow = f"rank {slowest}, which {'computes longer' if longer else 'is behind the others'}"
@@ -272,8 +275,9 @@ def _communication(found: Findings) -> str:
 
 
 def kind_words(kind: TimeKind, found: Findings) -> str:
-    """Return the name of a kind of time in a step, such as "forward". If no operators were recorded, kinds that
-    cannot be told apart share one name.
+    """Return the name of a kind of time in a step, such as "forward".
+
+    If no operators were recorded, kinds that cannot be distinguished share one name.
     """
     return UNDIVIDED if kind is TimeKind.OTHER and not found.has_operators else kind.value
 
@@ -504,10 +508,10 @@ def memory_section(found: Findings) -> Iterator[str]:
 
 
 def _stacked(replay: MemoryReplay) -> Markup:
-    """Return a plot of memory use over time, as stacked areas, one for each purpose of memory."""
+    """Return a plot of memory use over time, with one stacked area for each purpose of memory."""
     memory = replay.memory
     width_s = (memory.end_s - memory.begin_s) / MAX_MOMENTS or 1.0
-    highest: dict[int, Any] = {}  # by interval of the plot: moment of the interval with the highest memory use
+    highest: dict[int, Any] = {}  # {interval of the plot: moment of the highest memory use in it}
     for moment in replay.curve():
         place = int((moment.at_s - memory.begin_s) / width_s)
         if place not in highest or moment.total_bytes >= highest[place].total_bytes:

@@ -1,6 +1,7 @@
-"""Search for a faster communication plan of a recorded job. Plans are compared by their step times in a replay
-(simulation): those that divide the flat buffer (contiguous gradients) evenly, and those that planners (algorithms that
-compute a plan) propose.
+"""Search for a faster communication plan of a recorded job.
+
+Plans are compared by their step times in a replay (simulation). Some plans divide the flat buffer (contiguous
+gradients) evenly. Planners (algorithms that compute a plan) propose the others.
 
 The search uses three ideas of section 5 of dPRO (Hu et al., 2022): evaluation by replay, coarsening of the dependency
 graph, and symmetry (only one of several equal ranks is replayed). One of the planners, `dpro`, follows the critical
@@ -65,16 +66,19 @@ STREAMS_ON_ONE_HOST = 4
 transport has no more."""
 
 INDIFFERENCE = 0.01
-"""Fraction of the step time by which a simpler communication plan may be slower than the fastest plan and still be
-chosen, because a replay (simulation) cannot predict such small differences."""
+"""A simpler plan is preferred if it is slower than the fastest one by at most this fraction of the step time, because a
+replay (simulation) cannot predict such small differences.
+"""
 
 WORTH_A_CHANGE = 0.001
-"""Smallest predicted gain, as a fraction of the step time, for which a new communication plan is preferred to the
-recorded plan."""
+"""A new communication plan is preferred to the recorded one only for a predicted gain of at least this fraction of the
+step time.
+"""
 
 MAX_RIVALS = 2
-"""Maximum number of communication plans that are reported besides the best one, because their predicted step time does
-not differ significantly from the best."""
+"""Maximum number of reported communication plans whose predicted step time does not differ significantly from the best
+plan's.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +109,9 @@ allows it by this name."""
 
 
 def recorded_knobs_of(buffer: Buffer) -> Knobs:
-    """Return the knobs (tuned settings) of the communication plan that a recorded flat buffer (of contiguous gradients)
-    used. The number of GPU threads is omitted, so that the transport chooses it.
+    """Return the knobs (tuned settings) of a recorded flat buffer (of contiguous gradients).
+
+    They have no number of GPU threads, so that the transport chooses it.
     """
     plan, knobs = buffer.plan, buffer.knobs
     even = Knobs(
@@ -203,7 +208,7 @@ class PlanSearch:
             if knobs not in self.step_s:
                 self.by[knobs] = name
                 self.step_s[knobs] = math.inf
-                with suppress(PlanError, ReplayError):  # Leave the step time infinite if the settings do not fit.
+                with suppress(PlanError, ReplayError):  # The settings do not fit. Leave their step time infinite.
                     planned = self.planned(knobs)
                     why = plan_refusal(self._job, planned.plans)
                     if why is None or knobs == self.recorded:
@@ -281,7 +286,7 @@ class PlanSearch:
                 now_s += piece.seconds if piece.phase is Phase.BACKWARD else 0.0
                 end_s |= {i: max(now_s, end_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
             backward_s = max(backward_s, now_s)
-        last_s = max(end_s.values(), default=0.0)  # for flags in the layout, which have no ready time
+        last_s = max(end_s.values(), default=0.0)  # Time of the flags in the layout, which are never ready.
         ready_s = tuple(end_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
         totals = (1.0,) if job.link is None else job.link.totals
         links = {

@@ -85,10 +85,9 @@ PROBING_S, PROBED_STREAMS = 0.5, 8
 algorithm) that were not measured when the job was tuned."""
 
 WITH_OPERATORS = 3
-"""Maximum number of iterations that are recorded with torch.profiler.
+"""Maximum number of iterations that are recorded with torch.profiler, which slows them down.
 
-Later iterations run without torch.profiler, which would slow them down. They get copies of the operators of these
-iterations, moved to their own times.
+Later iterations run without torch.profiler. They get copies of the recorded operators, moved to their own times.
 """
 
 NOTHING_RECORDED = "nothing was recorded: no gradients were reduced between ranks after the warm-up"
@@ -104,7 +103,7 @@ class Draft:
     Attributes:
         begin_s, end_s: first and last moment of the step.
         slowed: True if torch.profiler recorded the step, which slows it.
-        traced: (key of an optimizer's gradients, events) of each gradient reduction that ended in this step.
+        traced: (key of the reducer, events), for each reduction of an optimizer's gradients that ended in this step.
         operations: collective operations other than all-reduces of units (buckets). The thread of the transport appends
             to the list.
         updates: intervals in which an optimizer updated parameters.
@@ -128,7 +127,10 @@ class Draft:
 
     @property
     def moments(self) -> Moments:
-        """Return the times of this step's events, such as ready gradients, by a key that is equal in all steps."""
+        """Return {key of an event, such as a ready gradient: time of the event}.
+
+        A key denotes the same event in all steps.
+        """
         found: dict[tuple[object, ...], float] = {("begin",): self.begin_s, ("end",): self.end_s}
         for number, update in enumerate(self.updates):
             found["update", number], found["updated", number] = update
@@ -145,8 +147,8 @@ class Draft:
 
     @property
     def step(self) -> StepWindow:
-        """Return begin and end of this step, its optimizer updates, and the intervals that are cut out of operators,
-        because the thread copied gradients or waited for them.
+        """Return begin and end of this step, its optimizer updates, and the intervals in which the thread copied
+        gradients or waited for them. These intervals are cut out of operators.
         """
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
@@ -224,7 +226,7 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
 def buffer_number(reducer: Reducer, layout: int) -> int:
     """Return the id of a flat buffer (of contiguous gradients) in the job.
 
-    All ranks compute equal ids, even ranks that lack some buffers, because the id depends only on the arguments.
+    The id depends only on the arguments, so that ranks agree on it even if some ranks lack some buffers.
     """
     process_set, serial = reducer
     return process_set << 20 | serial << 8 | layout
@@ -276,10 +278,9 @@ def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
 
 
 def _of_all_ranks(job: Job) -> list[PipelineTarget]:
-    """Return the gradient pipelines, one per optimizer, whose gradients all ranks reduce, not only a process set.
+    """Return the gradient pipelines (one per optimizer) that all ranks use, not only a process set.
 
-    The recorder numbers iterations by the count of the first of these pipelines, because this count is equal on all
-    ranks.
+    The recorder numbers iterations by the count of the first of these pipelines, which is equal on all ranks.
     """
     return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
 
@@ -318,7 +319,7 @@ def _buffers(job: Job) -> list[Buffer]:
 
 
 class Stage(Enum):
-    """Progress of the recording of a job."""
+    """Progress of a recording of the job's training steps."""
 
     WAITING = auto()  # The warm-up, in which the job is tuned, has not ended.
     STARTING = auto()  # The current iteration is discarded, because it includes the start or stop of torch.profiler.
@@ -346,11 +347,11 @@ class JobRecorder:
         self._finished = -1
         self._draft = Draft(0.0)
         self._drafts: list[Draft] = []
-        self._watch: StepWatch | None = None  # None while torch.profiler is off
+        self._watch: StepWatch | None = None  # None while torch.profiler is off.
         self._seen: ProfilerTrace | None = None
         self._job: JobInfo | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        # Use a reentrant lock, because a signal handler may need the lock while the interrupted thread holds it.
+        # A reentrant lock, because a signal handler may need it while the interrupted thread holds it.
         self._ending = free_in_forked_children(threading.RLock())
         self._terminable = self._writing = self._terminated = False
         self._hooks = [
@@ -364,10 +365,10 @@ class JobRecorder:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _before_update(self, *_: Any) -> None:  # Any: torch's hook
+    def _before_update(self, *_: Any) -> None:  # Any, because torch's hooks have no common type.
         self._update_begin_s = time.perf_counter()
 
-    def _after_update(self, *_: Any) -> None:  # Any: torch's hook
+    def _after_update(self, *_: Any) -> None:  # Any, because torch's hooks have no common type.
         now_s = time.perf_counter()
         if self.stage is Stage.ENDED or not is_initialized():
             return
@@ -403,7 +404,7 @@ class JobRecorder:
             self._next_draft()
 
     def _count(self, *, slowed: bool) -> int:
-        """Return how many iterations were recorded with torch.profiler (`slowed`), or without it."""
+        """Return how many iterations were recorded with torch.profiler if `slowed`, otherwise without it."""
         return sum(draft.slowed is slowed for draft in self._drafts)
 
     def _enough(self, *, slowed: bool) -> int:
@@ -433,7 +434,7 @@ class JobRecorder:
         control = job.control
         self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
         if host_leads:
-            with suppress(OSError):  # Ignore errors, because writing the file at the end fails again and reports them.
+            with suppress(OSError):  # Ignore errors: writing the file at the end fails again, and reports them.
                 self._folder.mkdir(parents=True, exist_ok=True)
                 clear(self._folder)
         gathered: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
@@ -455,7 +456,7 @@ class JobRecorder:
                 "python": platform.python_version(),
             },
         )
-        if host_leads:  # Write now, because this rank may be killed before the recording ends.
+        if host_leads:  # Write a file now, because this rank may be killed before the recording ends.
             with suppress(OSError):
                 write_job(self._folder, self._job)
         if self._wanted.operators:
@@ -501,7 +502,7 @@ class JobRecorder:
             handle_signal(signal.SIGTERM, self._on_terminate)
             self._terminable = True
 
-    def _on_terminate(self, *_: Any) -> None:  # Any: types of a signal handler
+    def _on_terminate(self, *_: Any) -> None:  # Any, because signal handlers have no common type.
         self._terminated = True
         if not self._writing:  # During writing, do nothing: `end` raises the signal again afterwards.
             self.end()

@@ -37,10 +37,10 @@ class Holds(Enum):
     PARAMETERS = "parameters"
     MODULE_BUFFERS = "buffers of modules"
     OPTIMIZER = "optimizer state"
-    FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, which are all-reduced
+    FLAT_BUFFERS = "flat buffers"  # Buffers of contiguous gradients, which are all-reduced.
     GRADIENTS = "gradients"
-    ACTIVATIONS = "activations"  # tensors that the forward pass saves for the backward pass, including inputs
-    OTHER = "other"  # temporary tensors, and other tensors of the user's script
+    ACTIVATIONS = "activations"  # Tensors that the forward pass saves for the backward pass, including inputs.
+    OTHER = "other"  # Temporary tensors, and other tensors of the user's script.
 
 
 class Allocation(NamedTuple):
@@ -136,8 +136,8 @@ class StepMemory:
 class Detail(Enum):
     """Level of detail at which a rank was recorded."""
 
-    UNITS = "units"  # when gradients were ready and copied, and when units (buckets) were all-reduced
-    OPERATORS = "operators"  # the same as `UNITS`, and the events of torch.profiler
+    UNITS = "units"  # Times at which gradients were ready and copied, and units (buckets) all-reduced.
+    OPERATORS = "operators"  # Everything of `UNITS`, and the events of torch.profiler.
 
 
 # ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,13 +185,14 @@ class PhaseSpan(NamedTuple):
 
 
 def phase_at(spans: Iterable[PhaseSpan], moment_s: float) -> Phase:
-    """Return the phase (such as forward) in which a moment is; OTHER if it is in none of `spans`."""
+    """Return the phase (such as forward) that contains a moment; OTHER if none of `spans` contains it."""
     return next((span.phase for span in spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
 
 class ReadyGradient(NamedTuple):
-    """Time at which autograd had produced one gradient: the gradient with index `place` in flat buffer number `buffer`
-    (of contiguous gradients).
+    """Time at which one gradient was ready.
+
+    The gradient has index `place` in flat buffer number `buffer` (of contiguous gradients).
     """
 
     buffer: int
@@ -292,8 +293,8 @@ class RecordedIteration:
         spans, operators, ready, copies, units, collectives: events of the iteration by kind; each list is sorted by
             begin.
         exposed_s: time for which this rank waited for units (buckets) after its last gradient was ready.
-        beside_s: processor time of all threads of this rank except the training thread. If operators use a single
-            thread, communication used all of this time. None = not recorded.
+        beside_s: processor time of all threads of this rank except the training thread; None = not recorded. If
+            operators use a single thread, all of it is communication.
     """
 
     number: int
@@ -312,8 +313,9 @@ class RecordedIteration:
 
     @property
     def joined(self) -> bool:
-        """Return whether this rank had called `join()`, because it had no more training data. Then it took part in
-        all-reduces of the other ranks without making steps of its own.
+        """Return whether this rank had called `join()`, because it had no more training data.
+
+        After `join()`, a rank takes part in the other ranks' all-reduces, but makes no steps of its own.
         """
         iterations = {(one.buffer, one.iteration) for one in self.units}
         return len(iterations) > len({buffer for buffer, _ in iterations})
@@ -402,8 +404,8 @@ class Buffer:
             optimizer's gradients.
         ranks: ranks that all-reduce the buffer.
         layout: sizes and names of the gradients in the buffer, in order. The last entry of an optimizer's first buffer
-            is not a gradient; it holds flags by which ranks tell each other, for example, that communication has become
-            slower.
+            is not a gradient. It holds control flags, by which ranks exchange, for example, that communication has
+            become slower.
         plan: division of the buffer into units (buckets), with transport, algorithm and stream of each.
         knobs: knobs (tuned settings) from which the plan was built.
     """
@@ -477,10 +479,10 @@ class Recording:
 
     @property
     def usual_iterations(self) -> tuple[int, ...]:
-        """Return the numbers of the iterations to analyse: the longest run of consecutive iterations that all ranks
-        recorded and whose duration is that of an ordinary step.
+        """Return the numbers of the iterations to analyse: the longest run of ordinary steps that all ranks recorded.
 
-        Iterations slowed by torch.profiler are used only if there are no other iterations.
+        A run has consecutive numbers. Iterations slowed by torch.profiler are used only if there are no other
+        iterations.
         """
         iterations = [one for rank in self.ranks.values() for one in rank.iterations]
         slowed = {one.number for one in iterations if one.slowed}
@@ -504,8 +506,7 @@ def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (2, 3)
-"""Versions of the format of recording folders that can be read. Folders of version 2 contain neither modules nor memory
-use."""
+"""Versions of the format of recording folders that can be read. Version 2 has neither modules nor memory use."""
 
 JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"
 _RANK_FILE = re.compile(r"rank-(\d+)\.json\.gz")
@@ -514,8 +515,7 @@ Json = dict[str, Any]
 _T = TypeVar("_T")
 
 DIGITS = 9
-"""Number of decimal digits with which times in seconds are stored. Nine are enough, because clocks resolve
-nanoseconds."""
+"""Number of decimals of stored times in seconds. Nine are enough, because clocks resolve nanoseconds."""
 
 
 def job_to_json(job: JobInfo) -> Json:

@@ -68,7 +68,7 @@ def _of_recording(recording: Recording) -> dict[str, list[Record]]:
 
 
 def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, Record]]:
-    """Yield (name of the table, row) for all recorded events of a rank. Times are readings of the rank's own clock."""
+    """Yield (name of the table, row) for each recorded event of a rank. Times are readings of the rank's own clock."""
     layouts = {buffer.number: buffer.layout for buffer in recording.job.buffers}
     usual = set(recording.usual_iterations)
     for one in rank.iterations:

@@ -16,7 +16,7 @@ from .job_model import Histories, OperationKey, Stretch, TimedBarrier, TimedStep
 
 
 class TimeKind(Enum):
-    """Kind of activity for which the training thread uses its time. The bars of a plot are stacked in this order."""
+    """Kind of activity of the training thread. The bars of a plot are stacked in this order."""
 
     DATA = "data loading"
     FORWARD = "forward"
@@ -38,8 +38,10 @@ COLORS = {
     TimeKind.COLLECTIVE: "#d55e00",
     TimeKind.OTHER: "#8b9096",
 }
-"""Colour of each kind of time in a plot. The colours can be told apart on white and on black, and with common forms of
-colour blindness."""
+"""Colour of each kind of time in a plot.
+
+The colours differ on white and on black, and with common forms of colour blindness.
+"""
 
 UNDIVIDED = "forward, data loading, other (divided only if operators are recorded)"
 
@@ -104,8 +106,7 @@ def step_parts(histories: Histories) -> tuple[StepParts, ...]:
 
 
 MIN_LATE_S = 1e-6
-"""Seconds after the end of the backward pass within which the all-reduce of a unit (bucket) may end without counting as
-late."""
+"""The all-reduce of a unit (bucket) may end this many seconds after the backward pass without counting as late."""
 
 
 class ExposureCause(Enum):
@@ -152,7 +153,7 @@ class LateUnit(NamedTuple):
         done_s: time at which the reduced gradients are available.
         late_s: seconds from the end of the backward pass to the end of the all-reduce; iterations in which the
             all-reduce ends before count as 0.
-        times: number of iterations in which the unit was late on any rank.
+        times: number of iterations in which the unit was late on at least one rank.
     """
 
     unit: TimedBarrier
@@ -164,8 +165,9 @@ class LateUnit(NamedTuple):
 
 
 def backward_ends_s(histories: Histories, step: TimedStep, rank: int) -> dict[tuple[int, int], float]:
-    """Return the moment of a step at which this rank begins to wait for gradients, for each reducer (object that
-    all-reduces an optimizer's gradients). Moments are on the common clock of the job.
+    """Return the moment of a step at which this rank begins to wait for gradients, for each reducer.
+
+    A reducer is the object that all-reduces an optimizer's gradients. Moments are on the common clock of the job.
     """
     reducers = _reducers(histories)
     waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]

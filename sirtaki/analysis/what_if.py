@@ -81,12 +81,12 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
     if probed is None:
         return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
-    # On one host, passing messages occupies the processors that compute, so its time is a part of the start-up time.
+    # On one host, messages are passed on the processors that compute, so their time is a part of the start-up time.
     startup_s = probed.alpha_s + (0.0 if across else probed.host_s)
     s_per_byte = probed.beta_s_per_byte
     if across:
-        # Keep the start-up time that probes (test transfers) measured. Take the time per byte from the recorded units
-        # (buckets), unless the clocks of the recording are too inaccurate to show it.
+        # Keep the start-up time that probes (test transfers) measured, but take the time per byte from the recorded
+        # units (buckets), unless the clocks of the recording are too inaccurate.
         moved_s = sum(one.link_s for one in units)
         s_per_byte = moved_s / sum(one.n_bytes for one in units) if moved_s > 0 else s_per_byte
     elif units:
@@ -97,8 +97,9 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
 
 
 def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
-    """Return (start-up time, seconds per byte) of units (buckets), fitted to the mean duration of the recorded units of
-    each size with least relative error.
+    """Return (start-up time, seconds per byte) of units (buckets), fitted to recorded units.
+
+    The fit minimises the relative errors of the mean duration of each size.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for one in units:
@@ -184,15 +185,16 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[JobOpera
 
 
 class _Reissue:
-    """Rewriter of one rank's program (its sequence of work in a step): the rank issues the units (buckets) of new
-    communication plans instead of the recorded units.
+    """Rewriter of one rank's program (its sequence of work in a step).
+
+    In the new program, the rank issues the units (buckets) of new communication plans instead of the recorded units.
     """
 
     def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, JobOperation]) -> None:
         self._program, self._units = program, units
-        self._missing: dict[OperationKey, int] = {}  # by unit (bucket): number of its gradients that are not ready
+        self._missing: dict[OperationKey, int] = {}  # {unit (bucket): number of its gradients that are not ready}
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
-        self._pending: dict[int, int] = {}  # by buffer of gradients: number of its gradients that are not ready
+        self._pending: dict[int, int] = {}  # {buffer of gradients: number of its gradients that are not ready}
         self._queues: dict[int, list[OperationKey]] = {}
         ready = {gradient for piece in program for gradient in piece.ready}
         for buffer in buffers:
@@ -262,16 +264,16 @@ class _Reissue:
         queue = self._queues[number]
         count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
         while self._pending[number] and count and queue[count - 1] in self._without_gradients:
-            count -= 1  # Delay units (buckets) without gradients until the last gradient is ready.
+            count -= 1  # Hold back units (buckets) without gradients until the last gradient is ready.
         complete, self._queues[number] = queue[:count], queue[count:]
         return complete
 
 
 PAYLOAD = 0.95
-"""Fraction of the nominal bit rate of a network link that is available for gradients, after packet headers."""
+"""Fraction of a network link's nominal bit rate that is left for gradients after packet headers."""
 
 SATURATED = 0.9
-"""Fraction of a network link's highest rate above which a single unit (bucket) counts as saturating the link."""
+"""A single unit (bucket) counts as saturating a network link above this fraction of the link's highest rate."""
 
 
 def link_rate(job: JobModel) -> float | None:
@@ -317,7 +319,8 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     rate = max(totals) * alone
     if alone >= SATURATED * rate:
         rates = [wanted / rate * alone * total for total in totals]
-    elif wanted <= rate * (1 + 1e-9):  # tolerance, because unit conversion may round the recorded rate up
+    # Tolerate small differences, because unit conversion may round the recorded rate up.
+    elif wanted <= rate * (1 + 1e-9):
         rates = [min(alone * total, wanted) for total in totals]
     else:
         filling = math.ceil(wanted / alone)
@@ -357,7 +360,7 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
     everyone = tuple(like)
     hops = (ranks - 1) / (len(job.ranks) - 1)
     volume = hops * len(job.ranks) / ranks
-    # Give each copy of the recorded ranks hosts and machines of its own, unless the recorded job has only one host or
+    # Give each copy of the recorded ranks its own hosts and machines, unless the recorded job has only one host or
     # machine.
     one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
     group_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
@@ -399,10 +402,10 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
 
 
 def without_stragglers(job: JobModel) -> JobModel:
-    """Return the job without slow ranks: in the sum over all iterations, no rank takes longer for a phase (such as
-    forward) than the median rank.
+    """Return the job without slow ranks.
 
-    The durations of each rank still vary between iterations.
+    In the sum over all iterations, no rank takes longer for a phase (such as forward) than the median rank. The
+    durations of each rank still vary between iterations.
     """
     own_s: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for each in job.iterations:
@@ -488,11 +491,12 @@ COST_S, COST_SHARE = 2e-4, 0.004
 fraction of the duration of the whole pass, because less is fused."""
 
 WORTH_A_LINE = 0.02
-"""Smallest predicted gain, as a fraction of the step time, for which users are asked to change their script."""
+"""Users are asked to change their script only for a predicted gain of at least this fraction of the step time."""
 
 INDIFFERENCE = 0.01
-"""Fraction of the step time by which a division of a compiled model into fewer parts may be slower than the fastest
-division and still be chosen, because a replay (simulation) cannot predict such small differences."""
+"""A division of a compiled model into fewer parts is chosen if it is slower than the fastest division by at most this
+fraction of the step time, because a replay (simulation) cannot predict such small differences.
+"""
 
 WHOLE = 1 << 62
 """Part size in bytes that is larger than any model, so that a compiled model is not divided."""
@@ -562,11 +566,9 @@ def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
 
 def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
     """Estimate the order in which a compiled backward pass would produce its gradients if it were divided into parts.
-    Undivided, it produces all of them at its end.
-
-    Autograd accumulates these gradients in reverse order of the forward pass, except for a few that its queue moves to
-    the front. This function moves these few back to the gradients of the same block of layers, which it finds by
-    parameter name.
+    An undivided pass produces all gradients at its end. Autograd then accumulates them in reverse order of the forward
+    pass, except for a few that its queue moves to the front. This function moves these few back to the gradients of the
+    same block of layers, which it recognises by parameter name.
 
     Args:
         layout: names and sizes of contiguous gradients.
@@ -614,8 +616,9 @@ def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
 
 
 def best_part_bytes(job: JobModel) -> int | None:
-    """Return the part size, in bytes of gradients, with which a compiled model has the shortest predicted step time
-    under the job's communication plan, or a larger size that is about as fast.
+    """Return the best part size of a compiled model under the job's communication plan, in bytes of gradients.
+
+    It has the shortest predicted step time, or is larger and about as fast.
 
     Returns None if no compiled backward pass was recorded, or if dividing it shortens the step by less than
     `WORTH_A_LINE`.
@@ -654,7 +657,7 @@ def _alone_s(job: JobModel, n_bytes: int) -> float:
 
 
 def in_parts(job: JobModel, part_bytes: int) -> JobModel:
-    """Return the job with its compiled backward passes divided into parts, under the same communication plan.
+    """Return the job with its compiled backward passes divided into parts. The communication plan stays the same.
 
     Args:
         job: job in which every rank produces all gradients of each buffer.
@@ -715,7 +718,7 @@ def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
     of its gradients are grouped into one object.
     """
     block: _OperatorBlock | None = None
-    waiting: list[ThreadInterval] = []  # pieces since the last gradient of the compiled backward pass
+    waiting: list[ThreadInterval] = []  # Pieces since the last gradient of the compiled backward pass.
     for piece in program:
         if piece.name == COMPILED:
             if block is not None and (block.behind or any(block.gradients)):
@@ -749,7 +752,8 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
     total = sum(compiled.n_bytes.values())
     first = block.compute[0]
     accumulate_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
-    # Give one piece the time of all copies of gradients, because `with_plans` derives the cost per byte from this time.
+    # Assign the time of all copies of gradients to one piece, because `with_plans` derives the cost per byte from this
+    # time.
     copied_s = sum(piece.seconds for piece in block.behind if piece.activity is Activity.COPY)
     waits = tuple(wait for piece in block.compute for wait in piece.waits)
     for number, part in enumerate(parts):
@@ -783,7 +787,7 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
     times_s: list[tuple[float, float, float]] = []
     for step in histories.steps:
         for rank, stretches in step.stretches.items():
-            # `shown_s`: time from the begin of the step to the begin of each interval, without waits
+            # `shown_s` is the time from the begin of the step to the begin of each interval, without waits.
             computes_s = [0.0 if one.waits else one.end_s - one.begin_s for one in stretches]
             shown_s = list(accumulate(computes_s, initial=0.0))
             begins_s = [one.begin_s for one in stretches]
@@ -827,14 +831,16 @@ def bandwidth(job: JobModel) -> float:
 UNIT_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64))
 STREAMS = (1, 2, 4, 8)
 MIN_GAIN = 0.01
-"""Smallest predicted gain of a change, as a fraction of the step time, that is reported to users."""
+"""Minimum predicted gain of a change that is reported to users, as a fraction of the step time."""
 
 CONFIDENCE = 0.9
 """Confidence level of the intervals of predicted step times."""
 
 MAX_INTERVAL_RATIO = 1.15**2
-"""Largest ratio of the upper to the lower end of a confidence interval that is reported, because predictions claim an
-accuracy of 15 %."""
+"""Wider confidence intervals are not reported: predictions claim an accuracy of 15 %.
+
+The value is the ratio of the upper to the lower end.
+"""
 
 
 def half_width(deviation: float, count: int) -> float:
@@ -851,8 +857,8 @@ def half_width(deviation: float, count: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelError:
-    """Error model of predicted step times: the bound on |log(true / predicted)| that 90 % of predictions satisfy, as a
-    sum of three terms.
+    """Error model of predicted step times: the bound of |log(true / predicted)| for 90 % of predictions, a sum of three
+    terms.
 
     Attributes:
         any_question: constant term, for any change of the job.
@@ -871,21 +877,20 @@ ON_ONE_HOST = ModelError(any_question=0.014, step=0.607, units=0.009)
 to stored measurements."""
 
 MAX_UNIT_RATIO_UNPROBED, MAX_UNIT_RATIO_ON_ONE_HOST = 8.0, 1.35
-"""Largest factor by which the number of units (buckets) may grow in a change whose step time is predicted: for several
-hosts whose network was not probed, and for one host."""
+"""Largest factor by which a change may increase the number of units (buckets) if its step time is predicted: for
+several hosts whose network was not probed, and for one host.
+"""
 
 MAX_HANDLING_RATIO = 0.6
-"""Largest ratio of the time to pass units (buckets) to the network link to the time to send their bytes, up to which
-step times are predicted.
-
-Above this ratio, processors limit the step instead of the link, and predictions were wrong by up to 25 %.
+"""Step times are predicted only if the time to pass units (buckets) to the network link is at most this multiple of the
+time to send their bytes. Above it, processors limit the step instead of the link, and predictions were wrong by up to
+25 %.
 """
 
 MAX_FIT_ERROR = 0.05
-"""Largest relative error (root mean square) of the curve fitted to the probes (test transfers) of a network link, up to
-which step times are predicted.
-
-With a curve whose error was 13 %, predictions were wrong by 14 % on average; with an error of 0 to 4 %, by 2 %.
+"""Step times are predicted only if the curve fitted to the probes (test transfers) of a network link has at most this
+relative error (root mean square). With an error of 13 %, predictions were wrong by 14 % on average; with 0 to 4 %, by 2
+%.
 """
 
 
@@ -940,7 +945,7 @@ def refusal(
 def handling_ratio(
     plans: Sequence[CommPlan], layouts: Sequence[GradientLayout], links: Mapping[Route, LinkModel]
 ) -> float | None:
-    """Return the ratio of the time to pass all units (buckets) to the network link to the time to send their bytes.
+    """Return (time to pass all units (buckets) to the network link) / (time to send their bytes).
 
     Returns None if a route (transport, algorithm) was not probed, so that these times are unknown.
     """
@@ -1095,7 +1100,9 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        if changed.link is not None:  # On one host, computation may get faster, too, so this limit does not hold.
+        # Limit the interval by the computation time. On one host, computation may get faster, too, so there is no
+        # limit.
+        if changed.link is not None:
             low_s = min(step_s, max(low_s, computation_s(replay_result.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(

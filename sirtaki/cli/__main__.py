@@ -2,7 +2,7 @@
 report`, and run it.
 
 The module of a command has functions `configure(parser)` and `main(options) -> exit code`. It is imported only when the
-command is called, so that a command loads only its own dependencies.
+command is called, so that each command loads only its own dependencies.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import sirtaki
 from sirtaki.errors import SirtakiError
 
-# Commands in groups: (module, line for `--help`) of each command, by name of the command, by title of the group.
+# Commands by group: {title of the group: {name of the command: (its module, its line for `--help`)}}.
 GROUPS = {
     "jobs": {
         "doctor": ("sirtaki.cli.doctor", "check this machine: ranks, transports, GPUs, MPI, and what is wrong"),
@@ -39,7 +39,8 @@ GROUPS = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-_TITLES = {next(iter(group)): title for title, group in GROUPS.items()}  # title of each group, by its first command
+# {first command of a group: title of the group}
+_TITLES = {next(iter(group)): title for title, group in GROUPS.items()}
 
 
 class _GroupedCommands(argparse.HelpFormatter):

@@ -26,7 +26,7 @@ WRAPPERS = {
     "lightning.pytorch.Trainer": "DDP of Lightning",
     "pytorch_lightning.Trainer": "DDP of Lightning",
 }
-"""Calls that let PyTorch reduce a model's gradients, by the full name of the called function or class."""
+"""{full name of a function or class: description}, for calls that let PyTorch reduce a model's gradients"""
 
 FSDP1 = ("torch.distributed.fsdp.FullyShardedDataParallel",)
 
@@ -34,18 +34,18 @@ REFUSED_ARGUMENTS = {
     "mixed_precision": "use torch.autocast instead",
     "delay_all_reduce_named_params": "remove this argument",
 }
-"""Arguments of DDP with which a model is not attached, and what to do."""
+"""{argument of DDP with which a model is not attached: what the user can do}"""
 
 HOOKS = ("register_comm_hook", "_register_builtin_comm_hook")
 
 
 class ScriptFinding(NamedTuple):
-    """A line of a script that decides whether a model is attached.
+    """A line of a script that decides whether Sirtaki attaches a model.
 
     Attributes:
         line: line number, from 1. 0 for the whole script.
         what: what the line does.
-        obstacle: why the model is not attached; "" if it is.
+        obstacle: why the model is not attached; "" if it is attached.
         remedy: what the user can do.
     """
 
@@ -56,14 +56,17 @@ class ScriptFinding(NamedTuple):
 
 
 def environment_obstacle() -> tuple[str, str]:
-    """Return why `import torch` does not attach models in this environment, and a remedy. Empty if it does."""
+    """Return why `import torch` does not attach models in this environment, and a remedy.
+
+    Both are empty if it attaches them.
+    """
     start = "start the script with `sirtakirun --attach` or `python -m sirtaki.attach`"
     if (version := importlib.metadata.version("torch")).startswith("2.4."):
         return f"`import torch` of PyTorch {version} calls no entry points; that of 2.5 and newer does", start
     names = {entry.name for entry in importlib.metadata.entry_points(group="torch.backends")}
     if "sirtaki" not in names:
         return "the entry point of Sirtaki is missing, so `import torch` does not call it", "reinstall sirtaki"
-    if (autoload := os.environ.get(AUTOLOAD, "1")) != "1":  # the same test as in PyTorch
+    if (autoload := os.environ.get(AUTOLOAD, "1")) != "1":  # This is the same test as in PyTorch.
         return (
             f"{AUTOLOAD}={autoload} keeps `import torch` from calling Sirtaki",
             f"{start}, or unset the variable",
@@ -79,7 +82,9 @@ def describe_variable() -> str:
 
 
 def check_script(path: str) -> list[ScriptFinding]:
-    """Find the lines of a script that decide whether its models are attached. The script is read, but not run.
+    """Find the lines of a script that decide whether Sirtaki attaches its models.
+
+    The script is read, but not run.
 
     Raises:
         ConfigError: the file cannot be read, or is not Python.
@@ -144,7 +149,7 @@ def _findings(tree: ast.AST, names: dict[str, str]) -> Iterator[ScriptFinding]:
 
 
 def _full_name(node: ast.expr, names: dict[str, str]) -> str:
-    """Return the full name of what a call calls. "" if it is not a plain name."""
+    """Return the full name of the function or class that is called; "" if it has no plain name."""
     parts = list[str]()
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

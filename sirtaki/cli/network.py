@@ -22,27 +22,34 @@ FLOWS = (1, 2, 4, 8, 16)
 """Numbers of concurrent connections that are measured."""
 
 ROUNDS, DURATION_S = 7, 0.3
-"""How often the rate of one connection, of two, of four and so on is measured, and for how many seconds each time.
+"""Number of rounds of measurements, and seconds of each measurement.
 
-The numbers of connections alternate, so that a short disturbance does not affect the rate of one number only."""
+A round measures each number of connections once, so that a short disturbance does not affect one number only.
+"""
 
 ENOUGH_ROUNDS = 7
-"""Minimum number of rounds for which an interval leaves out the lowest and the highest value. With seven rounds, the
-interval of the other five values contains the true median in 87 % of all cases."""
+"""Intervals of at least this many rounds leave out the lowest and the highest value.
+
+With seven rounds, the interval of the other five values contains the true median in 87 % of all cases.
+"""
 
 CLEAR_GAIN = 1.1
-"""Several connections are said to help if their rate, at the lower end of its interval, is more than this multiple of
-the rate of one connection."""
+"""Several connections are said to help if they have at least this multiple of the rate of one connection.
+
+The lower end of the multiple's interval counts.
+"""
 
 SIMILAR = 0.97
 """The smallest number of connections that reaches this fraction of the highest rate is recommended."""
 
 MOST_BUSY = 0.9
-"""Fraction of a processor above which a thread of this program may limit the rate."""
+"""A thread of this program may limit the rate if it uses more than this fraction of a processor."""
 
 NOTABLE_LOSS = 0.001
-"""Fraction of TCP segments that a single connection sends again, above which the output mentions retransmissions. Only
-a single connection is judged, because several connections that compete for a full link always lose some segments."""
+"""The output mentions retransmissions if a single connection sends more than this fraction of TCP segments again.
+
+Only a single connection is judged, because several connections that compete for a full link always lose some segments.
+"""
 
 UNEVEN = 0.8
 """The output names a link if its rate is below this fraction of the median rate of all links."""
@@ -75,7 +82,7 @@ class Range:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Range:
-        """Return the range of the values of all rounds, without the extremes if there are enough."""
+        """Return the range of the values of all rounds. With `ENOUGH_ROUNDS` values, the extremes are left out."""
         inner = sorted(values)[1:-1] if len(values) >= ENOUGH_ROUNDS else values
         return cls(median=median(values), low=min(inner), high=max(inner))
 
@@ -95,7 +102,7 @@ class FlowRates:
     Attributes:
         flows: number of connections from each host to the next.
         bytes_per_s: payload per second that all connections of a link carry together.
-        times: rate, as a multiple of the rate of one connection in the same round.
+        times: rate divided by the rate of one connection in the same round.
         retransmitted: fraction of segments that were sent again; None = unknown.
         round_trip_s: round trip while the connections send; None = unknown.
         all_reduce_s: time of a ring all-reduce of the model's gradients at this rate.
@@ -139,7 +146,9 @@ class NetworkReport:
 
     @property
     def helps(self) -> bool | None:
-        """Return whether several streams would help; None = it is not clear, or there is no network."""
+        """Return whether several streams (parallel connections) would help; None = it is not clear, or there is no
+        network.
+        """
         if len(self.hosts) < 2:
             return None
         if self.best.times.low > CLEAR_GAIN:
@@ -147,17 +156,18 @@ class NetworkReport:
         return False if max(one.times.median for one in self.rates) < CLEAR_GAIN else None
 
     def step_gain(self, compute_s: float) -> tuple[float, float]:
-        """Return the smallest and the largest part of a step that the best number of connections saves.
+        """Return the smallest and the largest fraction of a step that the best number of connections may save.
 
-        The result depends on how much communication the backward pass hides. If the first gradient is ready after
-        s seconds, the step takes max(compute, s + communication). All s from 0 to the whole computation are considered.
+        The saving depends on how much communication the backward pass hides. If the first gradient is ready after s
+        seconds, the step takes max(compute, s + communication). All s from 0 to the whole computation are considered.
         """
         gains = []
         for one_s, best_s in (
             (self.rates[0].all_reduce_s.low, self.best.all_reduce_s.high),
             (self.rates[0].all_reduce_s.high, self.best.all_reduce_s.low),
         ):
-            # With the best number of connections, communication and computation then end at the same time.
+            # The saving is largest if, with the best number of connections, communication and computation end at the
+            # same time.
             turn_s = min(compute_s, max(0.0, compute_s - best_s))
             gains += [
                 1 - max(compute_s, first_s + best_s) / max(compute_s, first_s + one_s)
@@ -231,7 +241,7 @@ def main(options: Namespace) -> int:
         ConfigError: there is only one rank.
         TransportError: a host cannot be reached.
     """
-    # Imported here, because `sirtaki doctor` must also run without PyTorch.
+    # Imported only here, because `sirtaki doctor` must also run without PyTorch.
     from sirtaki.engine.lanes import control_of
     from sirtaki.engine.ranks import open_ranks
 
@@ -298,8 +308,8 @@ def summarise(
     """
     rates, counts = [], list(rounds[0])
     slowest = [{flows: min(one.bytes_per_s for one in found[flows]) for flows in counts} for found in rounds]
-    # A ring all-reduce has 2 (ranks - 1) steps. In each step, a rank waits for a message of its neighbour, which takes
-    # half of a round trip.
+    # A ring all-reduce has 2 (ranks - 1) steps. In each step, a rank waits half a round trip for its neighbour's
+    # message.
     startup_s = 2 * (ranks - 1) * round_trip_s / 2
     for flows in counts:
         samples = [one for found in rounds for one in found[flows]]

@@ -26,8 +26,10 @@ from .output import add_formats, add_recording, memory_bytes, positive, print_ta
 COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
 
 DOUBTFUL = 0.05
-"""Error of the replayed (simulated) step time, as a fraction of the recorded step time, above which a warning is
-printed. The printed confidence intervals include the error of the replay."""
+"""A warning is printed if the replayed (simulated) step time differs from the recorded one by more than this fraction.
+
+The printed confidence intervals include this error.
+"""
 
 MOST_PARTS = 3
 """Maximum number of causes of the critical path's duration that are printed."""
@@ -48,8 +50,10 @@ UNPROVED = dict.fromkeys(
         "sure",
     )
 )
-"""Fields of the output of `--json` that are null if the memory budget requires a change of the job, because the step
-time after such a change was not measured."""
+"""Fields of the output of `--json` that are null if the memory budget requires a change of the job.
+
+The step time after such a change was not measured.
+"""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -98,8 +102,8 @@ def main(options: Namespace) -> int:
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
     timed = fitting is None or fitting.chosen is None
-    # Write a plan that is faster. For a compiled model, write a plan in any case, because it says into how large parts
-    # to divide the backward pass, or not to divide it (0).
+    # Write a plan that is faster. For a compiled model, write a plan in any case: it says into how large parts the
+    # backward pass is divided (0 = not divided).
     says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
@@ -269,8 +273,9 @@ def _json(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def _unproved(told: dict[str, Any]) -> dict[str, Any]:
-    """Return `told`, the output of `--json`, with the fields of `UNPROVED` set to null: they were not measured for a
-    job that is changed to fit into a memory budget.
+    """Return `told`, the output of `--json`, with the fields of `UNPROVED` set to null.
+
+    They were not measured for a job that is changed to fit into a memory budget.
     """
     return {name: UNPROVED.get(name, one) for name, one in told.items()}
 
@@ -290,8 +295,9 @@ def _unmet(fitting: Fitting) -> str:
 
 
 def _print_memory(fitting: Fitting) -> None:
-    """Print whether the job fits into the memory budget, otherwise which change of the training script makes it fit,
-    and the lines of code for this change.
+    """Print whether the job fits into the memory budget.
+
+    If not, print the change of the training script that makes it fit, with its lines of code.
     """
     peak = f"rank {fitting.rank} uses {format_bytes(fitting.peak_bytes)} of memory at its peak ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen

@@ -73,8 +73,9 @@ def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table. If the output is not a terminal, the table may be 200 characters wide, because the default of 80
-    would cut it.
+    """Print a table.
+
+    It may be 200 characters wide if the output is not a terminal, because the default of 80 would cut it.
     """
     from rich.console import Console
 

@@ -1,8 +1,8 @@
 """`sirtaki plan`: predict how a job would scale on other clusters, from the profile in its log of trials.
 
-A job that Sirtaki tunes writes its profile to the log SIRTAKI_TRIAL_LOG: when each gradient was ready, and the cost of
-all-reduces on each route (transport and algorithm), as measured by test transfers. If trials of settings in training
-steps contradict this cost, it is fitted to the trials, because test transfers run on an idle network.
+A job that Sirtaki tunes writes its profile to the log SIRTAKI_TRIAL_LOG. The profile contains the time at which each
+gradient was ready, and the cost of all-reduces on each route (transport and algorithm). Test transfers on an idle
+network measure this cost. If trials of settings in training steps contradict it, it is fitted to the trials.
 """
 
 import math
@@ -75,7 +75,7 @@ def main(options: Namespace) -> int:
         )
     usual, model = log.outcome.usual, log.model
     if usual is not None:
-        # Scale the profile, which is from the first iterations, to the usual times of later iterations.
+        # Scale the profile from the first iterations to the usual times of later iterations.
         model = replace(model, profile=replace(usual.at_this_pace(model.profile), forward_s=usual.between_s))
     trials = [trial for trial in _trials(log) if _is_predictable(trial.knobs, model, model.links)]
     model = fitted_to_trials(model, trials)
@@ -89,7 +89,7 @@ def main(options: Namespace) -> int:
     assert accuracy is not None
     untuned = Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0]) if log.default is None else log.default.knobs
     is_kept = kept.route == route and kept != untuned and not (kept.lossy or kept.nccl)
-    if model.host is not None:  # Settings for one host are not those of several.
+    if model.host is not None:  # Settings that suit one host may not suit several hosts.
         route, is_kept = (TransportKind.GLOO, Algorithm.FLAT), False
         untuned = untuned.but(streams=max(untuned.streams, DEFAULT_STREAMS))
     table = scaling_table(
@@ -100,8 +100,8 @@ def main(options: Namespace) -> int:
         space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
         default=untuned.but(transport=route[0], algorithm=route[1]),
         kept=kept if is_kept else None,
-        # How much communication slows down computation is known for the measured network link, but not for a link that
-        # options describe.
+        # The slow-down of computation by communication was measured for the job's network. It is unknown for a link
+        # that options describe.
         contention=model.contention_on(route) if options.link_gbit is None else None,
         contention_ranks=before,
     )
@@ -150,8 +150,10 @@ def _is_predictable(knobs: Knobs, model: PlanningModel, links: Mapping[Route, Li
 
 
 MAX_ERROR = math.log(1.5)
-"""Maximum error of the model, on a logarithmic scale, with which predictions are printed. The error of the model is the
-one that it does not exceed for nine in ten of the job's own settings."""
+"""Largest error of the model, on a logarithmic scale, with which predictions are printed.
+
+Nine in ten of the job's own settings have at most this error.
+"""
 
 
 def _ranks_of(options: Namespace, model: PlanningModel) -> int | None:
@@ -162,7 +164,10 @@ def _ranks_of(options: Namespace, model: PlanningModel) -> int | None:
 
 
 def _refusal(options: Namespace, model: PlanningModel, accuracy: ModelAccuracy | None) -> str | None:
-    """Return why the log cannot show how the job would run on the described cluster, with a remedy; None = it can."""
+    """Return why the log cannot show how the job would run on the described cluster, with a remedy.
+
+    None if the log can show it.
+    """
     host = model.host
     again = "write a log with one rank on each of two or more hosts"
     if host is not None and options.link_gbit is None:
@@ -254,7 +259,7 @@ def _link(options: Namespace, model: PlanningModel, route: Route, before: int | 
 
     The rates are those that options describe, or else the measured ones. An all-reduce's start-up and processor time
     are measured ones, scaled from `before` ranks, because most of them is software. They are left out if `before` is
-    unknown. The described latency replaces the measured network's.
+    unknown. A latency that options describe replaces the measured network's.
     """
     measured = model.link_between_hosts(route)
     if options.link_gbit is None:
@@ -308,7 +313,9 @@ def render(rows: Sequence[ScalingRow], model: PlanningModel, assumptions: Sequen
 
 
 BESIDE = 1.04
-"""Factor between the positions of two planners' points for the same number of ranks, so that no point hides another."""
+"""Horizontal distance of two planners' points for the same number of ranks, as a factor, so that no point hides
+another.
+"""
 
 
 def _plot(

@@ -1,5 +1,6 @@
-"""`sirtaki profile`: run a job, record some of its training steps, and print a summary; or print the summary of an
-existing recording.
+"""`sirtaki profile`: run a job, record some of its training steps, and print a summary.
+
+It also prints the summary of an existing recording.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _prepare(folder: Path, *, overwrite: bool) -> None:
 def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
     if (
         command[0].endswith(".py") and shutil.which(command[0]) is None
-    ):  # Run a script given without `python` by Python.
+    ):  # Run a script with Python if the command has no `python`.
         command = [sys.executable, *command]
     asked = ProfileRequest(
         folder=str(folder), iterations=options.iterations, operators=not options.units_only, edges=options.edges
@@ -158,7 +159,7 @@ def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
     environ = {**os.environ, "SIRTAKI_PROFILE": str(asked)}
     # Silence Kineto, the library of torch.profiler, because it logs its start and stop to standard error.
     environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Let Ctrl-C end only the job, so that this process can still print the summary of what was recorded.
+    # Ignore Ctrl-C, so that it ends only the job. This process can then print the summary of what was recorded.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with subprocess.Popen(command, env=environ, preexec_fn=lambda: signal.signal(signal.SIGINT, before)) as job:

@@ -160,7 +160,7 @@ def _show(store: Store, options: Namespace) -> None:
     found = store.find(StoredSetting, options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        key: Any = found.key  # Any: each type of record has another type of key; all of these have `versions`.
+        key: Any = found.key  # Any, because each type of record has another type of key. All keys have `versions`.
         facts = {"id": found.id, **_FACTS[type(found)](found), "key versions": _versions(key.versions)}
         if isinstance(found, JobRecord):
             facts["versions"] = _versions(found.provenance.versions)
@@ -222,7 +222,7 @@ def _job_facts(entry: JobRecord) -> Mapping[str, str]:
     }
 
 
-_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: type of the record
+_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any, because records have different types.
     JobRecord: _job_facts,
     RowsRecord: _rows_facts,
     ShardsRecord: _shards_facts,
@@ -237,7 +237,7 @@ def _similar(store: Store, options: Namespace) -> None:
         entry.topology,
         dtype=entry.key.dtype,
         device=entry.key.device,
-        k=options.k + 1,  # one more, because the entry itself is found, too
+        k=options.k + 1,  # Request one more, because the entry itself is found, too.
         max_distance=options.max_distance,
         budget_s=10.0,
     )
@@ -361,8 +361,9 @@ _ACTIONS = {
 
 
 def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each fingerprint (digest) of a model or a cluster, from pairs (name, fingerprint). The
-    beginning of the fingerprint is added to names that several models or clusters have.
+    """Return a name for each fingerprint (digest) of a model or a cluster, from pairs (name, fingerprint).
+
+    If several models or clusters have the same name, the beginning of the fingerprint is added.
     """
     count = Counter(name for name, _ in named)
     return {
@@ -395,7 +396,7 @@ def _link(link: LinkModel) -> str:
     return f"{text}, {most / alone:.2f} times that with {link.throughput.index(most) + 1}"
 
 
-def _trials(one: Any) -> str:  # Any: a registry entry, or its summary
+def _trials(one: Any) -> str:  # Any, because it is a registry entry or its summary.
     return f"{one.n_trials}{'' if one.complete else ', the next job continues'}"
 
 

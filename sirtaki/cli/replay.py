@@ -1,5 +1,5 @@
-"""`sirtaki replay`: print what a recorded job's step time consists of, and predict the step time under other
-conditions in the same place, such as another plan.
+"""`sirtaki replay`: print the parts of a recorded job's step time, and predict the step time after changes, such as
+another plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ELSEWHERE = (
     "`sirtaki plan LOG --ranks N --link-gbit G` predicts other numbers of ranks and other networks, from the job's "
     "trial log (SIRTAKI_TRIAL_LOG), with plans made for them and with the error that the model had for this job"
 )
-"""Note to an answer about other links, and answer to questions about other ranks or links."""
+"""Reference to `sirtaki plan`, for predictions of other links, and for questions that a recording cannot answer."""
 
 
 def configure(parser: ArgumentParser) -> None:

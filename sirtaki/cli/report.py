@@ -27,8 +27,8 @@ from sirtaki.measures import counted, faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
-# Purposes of those measurements in a trial log that compare the best settings with the default at the end of tuning.
-# The second to the fourth purpose occur only in logs of older releases.
+# Purposes of measurements in a trial log that compare the best settings with the default at the end of tuning. The
+# second to the fourth purpose occur only in logs of older releases.
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")
 
 
@@ -88,7 +88,7 @@ def _gain(kept: LoggedResult) -> Iterator[str]:
 
 
 def _bound(log: TrialLog) -> Iterator[str]:
-    """Describe the communication time that no setting can fall below, if this bound is known."""
+    """Describe the lower bound of the communication time of all settings, if it is known."""
     if log.model is None or log.bound_s is None:
         return
     if log.bound_s < log.model.bound_s:
@@ -149,8 +149,9 @@ def fastest(log: TrialLog) -> list[Measurement]:
 
 
 def in_order(log: TrialLog) -> Iterator[str]:
-    """Describe how often the model of planners (algorithms that compute a setting) predicted rightly which of two
-    settings is faster. Yield nothing if there are no predictions.
+    """Describe how often the planners' model predicted correctly which of two settings is faster.
+
+    Planners are algorithms that compute a setting. Yield nothing if there are no predictions.
     """
     predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
     if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
@@ -206,8 +207,10 @@ PLANNERS = {planner.name for planner in OUR_PLANNERS}
 
 
 def trust(log: TrialLog) -> Iterator[str]:
-    """Yield the HTML of a plot with a row for each arm (search method). The row shows the settings that the arm
-    proposed, and its credit over time. An arm with more credit gets more trials.
+    """Yield the HTML of a plot with a row for each arm (search method).
+
+    The row shows the settings that the arm proposed, and its credit over time. An arm with more credit gets more
+    trials.
     """
     told = [trial for trial in log.measurements if trial.credits]
     if not told:
@@ -266,7 +269,7 @@ def _measured(trial: Measurement) -> str:
 
 
 def _size(trial: Measurement) -> int:
-    """Return the diameter in pixels of the dot of a trial in a plot; larger if the setting was the best so far."""
+    """Return the diameter in pixels of a trial's dot in a plot. It is larger if the setting was the best so far."""
     return 11 if trial.was_best else 7
 
 
@@ -286,7 +289,7 @@ def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
     for trial, seconds in predicted:
         words = f"predicted {in_ms(seconds)}, measured {_measured(trial)}"
         points.setdefault(trial.arm, []).append((1e3 * seconds, 1e3 * trial.span_s, words))
-    half = {"opacity": 0.6}  # so that a dot under another is seen
+    half = {"opacity": 0.6}  # Dots are transparent, so that a dot under another one is seen.
     yield plot(
         [
             line("predicted exactly", ends, ends, DEFAULT_COLOR, dash="dash"),
@@ -338,8 +341,8 @@ def rows_in_words(log: TrialLog) -> Iterator[str]:
 
 
 def sparse(log: TrialLog) -> Iterator[str]:
-    """Yield the HTML of a table of the parameters with sparse gradients, and of a plot that shows how unevenly their
-    rows are used.
+    """Yield the HTML of a table of the parameters with sparse gradients, and of a plot of how unevenly their rows are
+    used.
     """
     told = list(log.sparse.values())
     if not told:
@@ -505,7 +508,7 @@ TIMES = Markup(
 def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
     measured = [trial for trial in log.measurements if trial.succeeded]
     last = log.last_iteration
-    # Draw only trials that the tuner judged to be the best so far, because a measurement may be short by luck.
+    # Draw only trials that the tuner judged to be the best so far: other short measurements may be luck.
     best = [measured[0], *(trial for trial in measured[1:] if trial.was_best)]
     steps_ms = [1e3 * trial.span_s for trial in (*best, best[-1])]
     traces = [line("best so far", [*(trial.iteration for trial in best), last], steps_ms, BEST_COLOR, shape="hv")]
@@ -572,8 +575,9 @@ def _settings(log: TrialLog) -> list[dict[str, Any]]:
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:
-    """Yield the HTML of simulated timelines of one iteration with the default setting and with the setting that tuning
-    has chosen. Yield nothing if the log contains no cost model of communication.
+    """Yield the HTML of simulated timelines of one iteration: with the default setting, and with the tuned setting.
+
+    Yield nothing if the log contains no cost model of communication.
     """
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:
@@ -614,7 +618,8 @@ def _timeline_plot(simulator: Simulator, knobs: Knobs, *, end_ms: float) -> Mark
         height=110 + 24 * len(set(rows)),
         barmode="overlay",
         xaxis={"range": [0, 1.01 * end_ms]},
-        # Label every row, and order the rows by stream number. Plotly would order them by the launch of their units.
+        # Label every row, and order rows by stream number. Plotly would order them by the launch of their units
+        # (buckets).
         yaxis={
             "type": "category",
             "autorange": "reversed",

@@ -43,8 +43,9 @@ def main(options: Namespace) -> int:
 
 
 def table(jobs: Sequence[Answer]) -> Table | str:
-    """Return a table with one row per running job, or a sentence if there is none. Times are means over the time since
-    the previous table, so the first table contains none.
+    """Return a table with one row per running job, or a sentence if there is none.
+
+    Times are means over the time since the previous table. The first table therefore has no times.
     """
     return rich_table(COLUMNS, map(row, jobs)) if jobs else "No Sirtaki job of this user is running on this machine."
 

@@ -30,7 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
-    """Return the critical path of the recorded job, found by a replay (simulation); empty if this is not possible."""
+    """Return the critical path of the recorded job, found by a replay (simulation); empty if the job cannot be
+    replayed.
+    """
     try:
         found = histories(recording)
         return tuple(path_spans(found, play(job_model(found))))
@@ -57,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             from sirtaki.analysis.chakra import (
                 write_traces,
-            )  # imported here, because only Chakra traces need the package protobuf
+            )  # Imported only here, because only Chakra traces need the package protobuf.
         except ImportError as err:
             raise ConfigError(
                 "--chakra needs the package protobuf 5.28 or newer, which is not installed; run: pip install "

@@ -1,6 +1,4 @@
-"""`sirtaki translate`: convert a training script that runs as one process, with DDP or with Horovod into a script for
-Sirtaki.
-"""
+"""`sirtaki translate`: convert a training script into a script for Sirtaki. It may use one process, DDP or Horovod."""
 
 import sys
 from argparse import ArgumentParser, Namespace

@@ -1,1 +1,1 @@
-"""Sirtaki inside jobs of Lightning and Ray, and translation of plain PyTorch scripts (`translate`)."""
+"""Sirtaki inside jobs of Lightning and Ray, and the translation of plain PyTorch scripts (`translate`)."""

@@ -24,7 +24,7 @@ NEEDED = "sirtaki.lightning needs Lightning 2: pip install lightning"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _lightning(module: str) -> Any:  # returns Any, because Lightning is optional and may not be installed
+def _lightning(module: str) -> Any:  # Any, because Lightning is optional and may not be installed.
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -38,7 +38,7 @@ def _lightning(module: str) -> Any:  # returns Any, because Lightning is optiona
 def _detect_launchers() -> None:
     """Make Lightning load MPI only in processes that mpiexec has started, and treat sirtakirun like torchrun.
 
-    Without this change, Lightning would load and initialise MPI in each process, which takes 16 MiB of /dev/shm.
+    Otherwise Lightning would load and initialise MPI in each process, which takes 16 MiB of /dev/shm.
     """
     environments = _lightning("plugins.environments")
     torchrun, mpi = environments.TorchElasticEnvironment, environments.MPIEnvironment
@@ -65,9 +65,9 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         """Configure the strategy.
 
         Args:
-            tuned: let Sirtaki (`sirtaki.torch.ddp.attach`) reduce the gradients, and tune this, from the first step on.
-                Communication hooks are not supported. If False, DDP itself reduces the gradients of the first step, and
-                of all steps of models that `attach` does not support.
+            tuned: let Sirtaki (`sirtaki.torch.ddp.attach`) reduce the gradients from the first step on, and tune the
+                communication. Communication hooks are not supported. If False, DDP itself reduces the gradients of the
+                first step. For models that `attach` does not support, it reduces the gradients of all steps.
             process_group_backend: backend of PyTorch's process group, for gradients that DDP itself reduces, and for
                 all other communication.
             options: arguments of Lightning's `DDPStrategy` and of DistributedDataParallel.
@@ -81,8 +81,8 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
                 "itself; remove ddp_comm_hook, or pass tuned=False"
             )
         if options.get("cluster_environment") is None and all(os.environ.get(name) for name in _PLACE):
-            # Treat sirtakirun like torchrun. It sets torchrun's variables, except for the one by which Lightning
-            # detects torchrun.
+            # Treat sirtakirun like torchrun. It sets torchrun's variables, except the one by which Lightning detects
+            # torchrun.
             options["cluster_environment"] = _lightning("plugins.environments").TorchElasticEnvironment()
         register()
         super().__init__(process_group_backend=process_group_backend, **options)

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 
 SHIM = Path(__file__).parent / "shim"
-"""Folder from which `import horovod` is imported if the folder is first on PYTHONPATH."""
+"""Folder that makes `import horovod` import Sirtaki if it is first on PYTHONPATH."""
 
-# Packages that are imported from files in the folder `shim`. This module does not map them to Sirtaki modules.
+# Packages that Python imports from the folder `shim`. This module does not map them to Sirtaki modules.
 _OWN = ("horovod.common", "horovod.runner")
 
 # Horovod's modules outside `horovod.torch`, and Sirtaki's modules that replace them.
@@ -41,9 +41,7 @@ class _Alias(Loader):
         """Return None, so that the import system creates an empty module. `exec_module` replaces that module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the empty module by Sirtaki's module in `sys.modules`. The spec of Sirtaki's module stays
-        unchanged.
-        """
+        """Replace the empty module in `sys.modules` by Sirtaki's module, whose spec stays unchanged."""
         sys.modules[module.__name__] = importlib.import_module(self.target)
 
 
@@ -80,7 +78,7 @@ def is_installed() -> bool:
 def install() -> None:
     """Make `import horovod.…` import Sirtaki in this process. Idempotent."""
     if not is_installed():
-        # Insert the finder first, because other finders would load modules of `horovod.torch` a second time from
+        # Insert the finder first. Otherwise other finders would load modules of `horovod.torch` a second time, from
         # `sirtaki.torch`'s path.
         sys.meta_path.insert(0, HorovodFinder())
 

@@ -62,7 +62,8 @@ def run(
         LaunchError: the ranks could not be started, or a rank failed. The traceback of the failed rank is in the
             output.
     """
-    from .launch import launch  # imported late, because ranks also import this module and do not need the launcher
+    # Imported only here, because ranks also import this module and do not need the launcher.
+    from .launch import launch
     from .options import parse
 
     del disable_cache, use_gloo, use_mpi

@@ -28,7 +28,7 @@ class Need:
     Attributes:
         folder: working directory of the ranks.
         script: path of the Python script, relative to `folder`. "" if the ranks run a module or another program.
-        interfaces: names of network interfaces, one of which must exist on the host. Empty if any interface will do.
+        interfaces: names of network interfaces, one of which must exist on the host. Empty = no requirement.
         versions: versions that the host must have, by name of the package.
     """
 
@@ -42,7 +42,7 @@ def versions_here() -> dict[str, str]:
     """Return the versions on this host of Python and of packages whose versions must be equal on all hosts."""
     found = {"Sirtaki": sirtaki.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     try:
-        # removes the build tag, such as "+cpu", because builds for CPU and for CUDA are compatible
+        # Remove the build tag, such as "+cpu": builds for CPU and for CUDA are compatible.
         found["PyTorch"] = version("torch").partition("+")[0]
     except PackageNotFoundError:
         found["PyTorch"] = "none"

@@ -43,8 +43,9 @@ class Host:
 
 
 def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that the user has listed, otherwise the hosts of the Slurm allocation. Empty if the job runs
-    only on this host.
+    """Return the hosts that the user has listed. If there are none, return the hosts of the Slurm allocation.
+
+    The result is empty if the job runs only on this host.
 
     Raises:
         ConfigError: the input names no hosts.
@@ -140,8 +141,8 @@ OPTIONS = (
 )
 """Options for every ssh: never ask for a password, because no user can answer, and detect a lost host."""
 
-# Patterns of error messages of ssh or a shell, each with its remedy, in which {host} and {python} are replaced. The
-# first pattern that matches is used.
+# Patterns of error messages of ssh or a shell, each with its remedy. In a remedy, {host} and {python} are replaced. The
+# first pattern that matches counts.
 _REMEDIES = tuple(
     (re.compile(pattern), remedy)
     for pattern, remedy in (
@@ -243,9 +244,9 @@ def look_at(
 
 
 def shared_networks(found: Iterable[HostReport]) -> tuple[str, ...]:
-    """Return networks that do not connect hosts, because all hosts have the same address in them.
+    """Return the networks in which all hosts have the same address. Such a network does not connect the hosts.
 
-    Container engines create such networks.
+    Container engines create such networks on each host.
     """
     hosts = {each.identity: {IPv4Interface(text) for text in each.networks} for each in found}
     counts = Counter(address for addresses in hosts.values() for address in addresses)

@@ -40,8 +40,8 @@ _OUTER_JOB = (
     "TORCHELASTIC_",
 )
 OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-"""Names, without the prefix `HOROVOD_`, of environment variables that the launcher may have inherited from an outer
-job. They are removed from the environment of the ranks.
+"""Names (without the prefix `HOROVOD_`) of environment variables that describe a job, and that the launcher may have
+inherited from an outer job. They are removed from the environment of the ranks.
 """
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 """Environment variables with the address at which ranks meet.
@@ -50,20 +50,20 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 """
 
 CROWD = 4
-"""Number of ranks per core above which the launcher prints how much time and memory the start will need."""
+"""With more ranks per core, the launcher prints how much time and memory the start will need."""
 
-_RANK_START_S, _RANK_GB = 2.5, 0.25  # seconds of one core, and GB of memory, that each rank needs to import PyTorch
+_RANK_START_S, _RANK_GB = 2.5, 0.25  # Seconds of one core, and GB of memory, that each rank needs to import PyTorch.
 
-# Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns freed
-# memory to the system and requests it again for the gradients of the next step. On CPUs, this may take longer than to
-# reduce the gradients.
+# Settings that keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns
+# freed memory to the system and requests it again for the gradients of the next step. On CPUs, this may take longer
+# than reducing the gradients.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment, without the variables of an outer MPI job, and with the variables `added`."""
     outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
-    # If this process is itself a rank of an outer job, remove the rendezvous address, because the outer job uses it.
+    # If this process is itself a rank of an outer job, remove the rendezvous address: the outer job uses it.
     if "RANK" in environ:
         outer.update(RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
@@ -124,17 +124,19 @@ def complete_environ(
     environ.pop(BAR, None)
     if is_terminal(sys.stderr):
         environ[BAR] = "1"
-    if not is_terminal(sys.stdout):  # Open MPI may still give ranks a pseudo-terminal, which programs would colour
+    # Open MPI may give ranks a pseudo-terminal even if the output is no terminal. Without this variable, programs would
+    # colour their output.
+    if not is_terminal(sys.stdout):
         environ["TERM"] = "dumb"
     if options.interfaces:
         environ.update(dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), options.interfaces))
 
 
 RUN_RANK = "import sys; sys.flags.safe_path or sys.path.pop(0); from sirtaki.run.rank import main; main()"
-"""Code for `python -c` that runs the user's script as a rank, by the installed package. `-m` would search the current
-folder first.
+"""Code for `python -c` that runs the user's script as a rank, with the installed package.
 
-The option `-P` would also skip the current folder, but the script and its child processes would inherit `-P`.
+`-m` would search the current folder first. `-P` would skip the current folder, but the script and its child processes
+would inherit `-P`.
 """
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -183,7 +185,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
         words = (sys.executable, "-c", RUN_RANK, *flags, "--exec", "--", *map(_escape, command))
         return RankCommand(python=sys.executable, words=words)
     script = command[split:]
-    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # splits `-mtrain`, which means `-m train`
+    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # Split `-mtrain`, which means `-m train`.
         script = [script[0][:2], script[0][2:], *script[1:]]
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"the script {script[0]!r} was not found in the folder {Path.cwd()}")
@@ -201,8 +203,9 @@ def _escape(word: str) -> str:
 
 
 def _with_interpreter(command: list[str]) -> list[str]:
-    """If the command is an executable Python script (`./train.py`, a console script), prepend the interpreter that its
-    first line names.
+    """Prepend the interpreter to the command if it is an executable Python script (`./train.py`, a console script).
+
+    The script's first line names the interpreter.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -309,14 +312,14 @@ def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
     words += ["-np", str(job.ranks)]
     if job.hosts:
         words += ["--host", _host_list(job.hosts)]
-    # Always allow more ranks than slots, because mpiexec counts only physical cores as slots.
+    # Allow more ranks than slots in any case, because mpiexec counts only physical cores as slots.
     words += job.binding or ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
     words += ["--output", "tag"] if has_prrte else ["--tag-output"]
     if job.oversubscribed:
         words += ["--mca", "mpi_yield_when_idle", "1"]
     if job.tcp:
         words += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if has_prrte else "self,vader,tcp"]
-    # Disable the UCX component for one-sided communication, because it prints warnings about several windows.
+    # Disable the UCX component for one-sided communication: it prints warnings about several windows.
     words += ["--mca", "osc", "^ucx"]
     runtime = "--prtemca" if has_prrte else "--mca"
     if job.hosts and job.silent_s is not None:
@@ -357,7 +360,7 @@ def _host_list(hosts: Sequence[Host]) -> str:
 # ── launch from parsed options ────────────────────────────────────────────────────────────────────────────────────────
 
 START_TIMEOUT_S = 60.0
-"""Default time limit in seconds for the start of all ranks. The number of ranks per core is added to it."""
+"""Default time limit in seconds for the start of all ranks. It grows by the number of ranks per core."""
 
 
 def launch(options: argparse.Namespace) -> int:

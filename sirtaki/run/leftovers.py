@@ -1,12 +1,12 @@
 """Clean up after killed jobs on this machine.
 
 `python -m sirtaki.run.leftovers PID SECONDS` is a janitor: a process that cleans up if its starter, the launcher or an
-agent, is killed. mpiexec cannot do this: when its launcher dies, mpiexec may die from the closed output before it has
-cleaned up, and may kill its ranks before they have cleaned up.
+agent, is killed. mpiexec cannot do this. When its launcher dies, mpiexec may die from the closed output before it has
+cleaned up, or kill its ranks before they have cleaned up.
 
 The starter writes lines to the janitor's standard input. `1234` means that a rank with this process id was started on
-this host, `-1234` that this rank has ended, and `done` that the starter itself has cleaned up. Meanwhile the janitor
-records the shared memory files of running ranks, because it can no longer find the files of ranks that have died.
+this host, `-1234` that this rank has ended, and `done` that the starter itself has cleaned up. The janitor records the
+shared memory files of running ranks, because the files of a dead rank cannot be found any more.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.machine import is_alive
 
 _SEGMENTS = Path("/dev/shm")
-_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # file name prefixes of Open MPI 5, Open MPI 4 and MPICH
+_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # File name prefixes of Open MPI 5, Open MPI 4 and MPICH.
 
 
 def mapped_segments(pid: int | str) -> set[Path]:
@@ -56,9 +56,9 @@ def makes_way_for_mpiexec() -> Callable[[], None]:
     """Return a function that removes stale files of an earlier mpiexec. The launcher's child process calls the function
     before it becomes mpiexec.
 
-    Open MPI names its session folder after its process id. It does not start ("The PMIx server's listener thread failed
-    to start") if a killed mpiexec with the same id left files. In a restarted container, process ids repeat soon. Files
-    of other hosts in a shared folder do no harm, because their names contain the host.
+    Open MPI names its session folder after its process id. If a killed mpiexec with the same id has left files, Open
+    MPI does not start ("The PMIx server's listener thread failed to start"). In a restarted container, process ids
+    repeat soon. Files of other hosts in a shared folder do no harm, because their names contain the host.
     """
     own = f"pmix.{socket.gethostname()}."
 
@@ -82,12 +82,12 @@ def session_members(sessions: set[int]) -> list[int]:
 
     Zombies are skipped, because in a container without a reaping init process they never disappear.
     """
-    import psutil  # imported late, because psutil takes time to load
+    import psutil  # Imported only here, because psutil takes time to load.
 
     found = list[int]()
     try:
         pids = psutil.pids()
-    except (OSError, IndexError):  # raised if /proc is missing or empty
+    except (OSError, IndexError):  # Return nothing if /proc is missing or empty.
         return found
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -104,8 +104,9 @@ def kill(pids: Iterable[int]) -> None:
 
 
 END_S = 8.0
-"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Processes that still run then are
-killed by the janitor (a process that cleans up after a killed launcher).
+"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Then the janitor kills them.
+
+The janitor is a process that cleans up after a killed launcher.
 """
 
 
@@ -122,19 +123,20 @@ class Janitor:
             end_s: seconds that remaining processes may take to end before they are killed.
         """
         self._process: subprocess.Popen[bytes] | None = None
-        # Ignore that no process can be started. The job then runs without a janitor.
+        # Run the job without a janitor if no process can be started.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # protects the janitor from Ctrl-C and from a signal to the whole process group
+                start_new_session=True,  # Protect the janitor from Ctrl-C and from a signal to the whole process group.
             )
 
     def watch(self, pid: int) -> None:
-        """Tell the janitor (the process that cleans up after this one) that a rank was started, whose session it must
-        end, too.
+        """Tell the janitor (the process that cleans up after this one) that a rank was started.
+
+        It must end the rank's session, too.
         """
         self._send(str(pid))
 
@@ -143,8 +145,9 @@ class Janitor:
         self._send(f"-{pid}")
 
     def dismiss(self) -> None:
-        """End the janitor (the process that cleans up after this one) and wait for its end, because nothing is left to
-        clean up.
+        """End the janitor (the process that cleans up after this one), because nothing is left to clean up.
+
+        Wait for its end.
         """
         self._send("done")
         if self._process is not None:
@@ -153,7 +156,7 @@ class Janitor:
 
     def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # ignores that the janitor was killed or dismissed
+            with contextlib.suppress(OSError, ValueError):  # Ignore that the janitor was killed or dismissed.
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 

@@ -20,7 +20,7 @@ from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 from .elastic.job_members import OnFailure
 
-# Keys of Horovod's configuration files that differ from option names, and the names of these options.
+# {key of Horovod's configuration files: name of the option}, for keys that differ from option names.
 _RENAMED = {"logging-level": "log-level", "logging-hide-timestamp": "log-without-timestamp"}
 
 
@@ -176,14 +176,14 @@ def _value(setting: RankSetting, given: str) -> str:
         return given
     if (size := float(given)) < 0:
         raise ValueError(given)
-    # Replace 0, which disables fusion in Horovod, by the smallest unit (bucket) size, which fuses as few as possible.
+    # Replace 0, which disables fusion in Horovod, by the smallest unit (bucket) size, which fuses the fewest gradients.
     return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)
 
 
 class _SetForRanks(argparse.Action):
-    """Action that sets an environment variable of the ranks, or adds a note that the option has no effect."""
+    """Argparse action that sets an environment variable of the ranks, or adds a note that the option has no effect."""
 
-    # Any, because these are all arguments of argparse's class.
+    # Any, because these are arguments of argparse's class.
     def __init__(self, *args: Any, setting: RankSetting, **kwargs: Any) -> None:
         kwargs["nargs"] = 0 if setting.constant is not None else None
         super().__init__(*args, **kwargs)
@@ -226,7 +226,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `sirtakirun`'s options. The function `parse` adds checks that argparse does not support."""
+    """Build the parser of `sirtakirun`'s options. Checks that argparse does not support are in `parse`."""
     without_effect = [setting.flag for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
     accepted = f"accepted from horovodrun, without effect: {', '.join([*without_effect, '--disable-cache', '--mpi'])}"
     parser = _Parser(

@@ -64,7 +64,7 @@ class Console:
                 self._write(_CLEARED + data + drawn(bar).encode() if bar else data)
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
-                    self._stream = None  # stops writing, because the reader (`| head`) has exited
+                    self._stream = None  # Stop writing: the reader (`| head`) has exited.
                 first, self._has_warned = not self._has_warned, True
                 if first and not isinstance(err, BrokenPipeError) and self._name != "stderr":
                     say(f"cannot write {self._name} ({err}); the job continues")
@@ -87,7 +87,7 @@ class Console:
             return
         try:
             descriptor = self._stream.fileno()
-        except OSError:  # raised because the stream of a notebook or a test has no descriptor
+        except OSError:  # The stream of a notebook or a test has no descriptor.
             self._stream.write(data.decode(errors="replace"))
             self._stream.flush()
             return
@@ -96,7 +96,8 @@ class Console:
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # raised because another program on the same terminal has set it to non-blocking
+            # Another program has set the terminal to non-blocking. Wait until the terminal accepts output.
+            except BlockingIOError:
                 select.select([], [descriptor], [])
 
 
@@ -124,7 +125,8 @@ def open_standard_streams() -> None:
 
 
 _RULE = re.compile(r"(-{40,}|={40,})")
-_LONGEST_BOX = 60  # maximum number of lines of an error that mpiexec prints in a box; a longer block is ordinary output
+# Maximum number of lines of an error that mpiexec prints in a box. A longer block is ordinary output.
+_LONGEST_BOX = 60
 
 _KILLED = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
 _EXITED = re.compile(r"exited with non-zero status.*,(\d+)\] Exit code: (\d+)")
@@ -184,9 +186,9 @@ class NoticeFilter:
         return b""
 
     def rest(self) -> bytes:
-        """Return the lines of an error box of mpiexec that the output's end has cut off.
+        """Return the lines of an error box of mpiexec that was cut off by the end of the output.
 
-        Return nothing if the launcher itself reports what the box says.
+        Return nothing if the launcher itself reports the error.
         """
         box, self._box = b"".join(self._box), []
         return b"" if self._understood(" ".join(box.decode(errors="replace").split())) else box
@@ -285,12 +287,12 @@ class RankOutput:
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
         self._places: set[Path] = set()
-        # for each rank that is printing an error, the text so far, and the short reason
+        # {rank that is printing an error: the text until now, and the short reason}
         self._errors: dict[int, tuple[bytes, str]] = {}
-        self._shown: dict[bytes, int] = {}  # for each error text, the first rank that printed it
+        self._shown: dict[bytes, int] = {}  # {error text: the first rank that printed it}
         self._lock = threading.Lock()
-        self._open: int | None = None  # rank whose text was last written to the console
-        self._returned = False  # True if the last line ended with a carriage return
+        self._open: int | None = None  # Rank whose text was last written to the console.
+        self._returned = False  # True if the last line ended with a carriage return.
 
     def pump(self, lines: Iterable[bytes]) -> None:
         """Process all lines of the ranks' standard output or standard error as they arrive. Each of the two may have
@@ -341,7 +343,7 @@ class RankOutput:
             text = text.removesuffix(UNFINISHED)
             rank = int(tag[1])
             self._keep(rank, text)
-            if rank in self._errors:  # Keep the line until the rank's error text is complete.
+            if rank in self._errors:  # Hold the line back until the rank's error text is complete.
                 written, brief = self._errors[rank]
                 self._errors[rank] = written + text, brief
             else:
@@ -371,7 +373,7 @@ class RankOutput:
         if not continues and not overwrites and not self._returned:
             self._finish_line()
         begins = not overwrites and (not continues or self._returned)
-        # Repeat the prefix after each carriage return, because a progress bar then overwrites its line.
+        # Repeat the prefix after each carriage return, because the text after it overwrites the line.
         self._console.write((head if begins else b"") + _RETURN.sub(b"\r" + head, text))
         self._open = rank
         self._returned = text.endswith(b"\r")
@@ -411,7 +413,7 @@ class RankOutput:
     def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
         place = folder / self.options.place(rank)
         place.mkdir(parents=True, exist_ok=True)
-        # In an elastic job, this rank may replace an earlier rank that has written to the same file. Then append to it.
+        # Append to the file in an elastic job: this rank may replace an earlier rank that has written to it.
         kept = place in self._places
         self._places.add(place)
         file = self._files[rank] = (place / self.name).open("ab" if kept else "wb", buffering=0)

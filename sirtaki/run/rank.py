@@ -34,11 +34,10 @@ from .leftovers import mapped_segments, remove_segments, remove_session_folder
 from .rank_channel import ChannelLine, RankEvent, answer_termination, doing, end_with_parent, mark_unfinished_lines
 
 EXIT_GRACE_S = 3.0
-"""Maximum seconds for the exit handlers of a failed rank. Without a limit, the handlers may wait forever for other
-ranks."""
+"""Maximum seconds for the exit handlers of a failed rank, which may otherwise wait forever for other ranks."""
 
 _ORPHAN_POLL_S = 2.0
-_FROZEN_RUNPY = "<frozen runpy>"  # file name of the module runpy in tracebacks, if it is built into the interpreter
+_FROZEN_RUNPY = "<frozen runpy>"  # File name of the module runpy in tracebacks, if runpy is built into the interpreter.
 
 
 def main() -> None:
@@ -75,7 +74,7 @@ def main() -> None:
     try:
         run_python(command)
     except BaseException as err:
-        if os.getpid() != pid:  # Re-raise in a process that the script has forked, because it is not the rank.
+        if os.getpid() != pid:  # Re-raise in a process that the script has forked: it is not the rank.
             raise
         _fail(err)
     if os.getpid() == pid:
@@ -90,22 +89,23 @@ def _fail(err: BaseException) -> None:
                 return
             reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
-                sys.exit(code)  # because some libraries replace `sys.exit` by a function that records the exit code
+                # Call `sys.exit` once more: some libraries replace it by a function that records the exit code.
+                sys.exit(code)
             _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")
         case _:
             trace = err.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
-                # skips Sirtaki's frames, so that the traceback begins in the user's script
+                # Skip Sirtaki's frames, so that the traceback begins in the user's script.
                 trace = trace.tb_next
             by_another = isinstance(err, PeerLostError | StallError)
             _send(RankEvent.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
             if isinstance(err, ConfigError) and trace is not None:
-                # Name the line of the script instead of a traceback, because the message says what to change.
+                # Print the line of the script instead of a traceback: the message says what to change.
                 err.add_note(f"raised by line {trace.tb_lineno} of {trace.tb_frame.f_code.co_filename}")
                 err.__cause__ = trace = None
-            sys.last_value = err  # as set by the interpreter after an uncaught exception, because mpi4py reads it
+            sys.last_value = err  # Set it as the interpreter does after an uncaught exception, because mpi4py reads it.
             sys.excepthook(type(err), err.with_traceback(trace), trace)
             _end(1, reason=f"{type(err).__name__}: {explained(err)}".splitlines()[0] + _hint(err))
 
@@ -118,12 +118,10 @@ def _hint(err: BaseException) -> str:
 
 
 def _import_shim() -> None:
-    """Import Sirtaki's package named `horovod` (the shim), even if the folder of the script contains a folder named
-    `horovod`.
-    """
+    """Import Sirtaki's package named `horovod` (the shim), even if the script's folder contains another `horovod`."""
     sys.path.insert(0, str(SHIM))
     importlib.import_module("horovod")
-    sys.path.remove(str(SHIM))  # removed here only; PYTHONPATH still contains this folder, for child processes
+    sys.path.remove(str(SHIM))  # Remove the folder only here. PYTHONPATH still contains it, for child processes.
 
 
 def run_python(command: Sequence[str]) -> None:
@@ -151,13 +149,14 @@ def run_python(command: Sequence[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    if not sys.flags.safe_path:  # skipped if the user has set `-P`, by which Python does not search the script's folder
+    if not sys.flags.safe_path:  # Not if the user has set `-P`, with which Python does not search the script's folder.
         sys.path.insert(0, folder)
 
 
 def _execute(code: str | bytes, name: str, *, main_file: str | None) -> None:
-    """Run code as the module `__main__`, which stays in `sys.modules`, because pickle and multiprocessing use it
-    later.
+    """Run code as the module `__main__`.
+
+    The module stays in `sys.modules`, because pickle and multiprocessing use it later.
     """
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]  # as in the interpreter's own __main__
@@ -188,11 +187,12 @@ def _leave(exit_code: int) -> NoReturn:
     """Run the exit handlers, then end this process without MPI_Finalize."""
     give_up = threading.Timer(EXIT_GRACE_S, os._exit, args=[exit_code])
     give_up.daemon = True
-    with contextlib.suppress(RuntimeError, MemoryError):  # no more threads can be started
+    # Ignore that no thread can be started. The exit handlers then run without a time limit.
+    with contextlib.suppress(RuntimeError, MemoryError):
         give_up.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # any error, because the script may have replaced the stream
+        with contextlib.suppress(Exception):  # Catch any error, because the script may have replaced the stream.
             stream.flush()
     os._exit(exit_code)
 
@@ -203,17 +203,17 @@ def _end_with_parent(parent: int) -> None:
     """
     while os.getppid() == parent:
         time.sleep(_ORPHAN_POLL_S)
-    if os.getpgrp() == os.getpid():  # only if the rank leads its process group, as under mpiexec
+    if os.getpgrp() == os.getpid():  # Only if the rank leads its process group, as under mpiexec.
         remove_segments(mapped_segments("self"))
         remove_session_folder(parent)
-        # Kill this process and its children immediately. They need not complete a wait for other ranks, because all
-        # ranks of the job end.
+        # Kill this process and its children immediately. They need not wait for other ranks: all ranks of the job end.
         os.killpg(0, signal.SIGKILL)
 
 
 def _set_place_variables() -> None:
-    """Set the environment variables with rank and size that horovodrun and torchrun set, because scripts may read them
-    before `init()`.
+    """Set the environment variables with rank and size that horovodrun and torchrun set.
+
+    Scripts may read them before `init()`.
     """
     for names in (HOROVOD_NAMES, TORCH_NAMES):
         for quantity, name in names.items():
@@ -226,6 +226,6 @@ def _send(event: RankEvent, exit_code: int = 0, reason: str = "") -> None:
         event=event, rank=place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code,
         reason=reason,
     )  # fmt: skip
-    with contextlib.suppress(Exception):  # any error, because the script may have replaced the stream
+    with contextlib.suppress(Exception):  # Catch any error, because the script may have replaced the stream.
         sys.stderr.flush()
-    os.write(2, message.encode().encode())  # one write, so that the output of other threads is not mixed in
+    os.write(2, message.encode().encode())  # Write once, so that the output of other threads is not mixed in.

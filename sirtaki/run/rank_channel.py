@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-_MARK = "\x1e"  # first byte of a message in the output: ASCII "record separator", which programs do not print
+_MARK = "\x1e"  # First byte of a message in the output: ASCII "record separator", which programs do not print.
 PATTERN = re.compile(rb"\x1esirtaki (\w+) (\d+) (\d+) (\d+) ([^\s\x1e]+) ([^\s\x1e]*)\x1e\n?")
 
 UNFINISHED = b"\x1f\x1e\n"
@@ -43,7 +43,7 @@ class RankEvent(Enum):
     RAISES = "raises"
     FAILED = "failed"
     PROGRESS = "progress"  # `reason` is the text of the progress bar for the launcher; "" = no bar.
-    # mpiexec ends this rank, because another rank has failed. `reason` says what this rank was doing.
+    # mpiexec ends this rank, because another rank has failed. `reason` is what this rank was doing.
     TERMINATED = "terminated"
 
 
@@ -107,7 +107,7 @@ def mark_unfinished_lines() -> None:
         marked = io.TextIOWrapper(
             io.BufferedWriter(raw),
             encoding=stream.encoding,
-            # escapes characters that the terminal's encoding lacks, because an exception would end the training
+            # Escape characters that the terminal's encoding lacks: an exception would end the training.
             errors=stream.errors if utf8 and stream.errors != "strict" else "backslashreplace",
             line_buffering=True,
         )
@@ -134,16 +134,19 @@ def answer_termination(report: Callable[[str], None]) -> None:
 
 def doing() -> str:
     """Describe what this rank is doing now. "" if the script has not called `init()`."""
-    # None if the module is not imported, or is just being imported
+    # The module is not imported, or is just being imported.
     describe = getattr(sys.modules.get("sirtaki.engine.job"), "describe", None)
     return "" if describe is None else str(describe())
 
 
 def end_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """Return a function that a child process calls after the fork, so that the kernel sends the child signal `number`
-    when the parent dies. Linux only.
+    """Return a function that makes the kernel send a child process the signal `number` when the parent dies.
+
+    Linux only.
+
+    The child calls the function after the fork.
     """
-    # Load libc before the fork, because loading takes a lock, which may deadlock after the fork.
+    # Load libc before the fork. Loading takes a lock, which could deadlock after the fork.
     libc = ctypes.CDLL(None)
     pr_set_pdeathsig = 1
 

@@ -1,6 +1,6 @@
 """Start mpiexec, process the messages of its ranks, and ensure that all ranks end.
 
-mpiexec alone does not ensure that all ranks end: Open MPI 5.0 may hang if a rank dies while another rank connects.
+mpiexec alone does not ensure that all ranks end. Open MPI 5.0 may hang if a rank dies while another rank connects.
 Hydra (MPICH) waits forever if the remaining ranks wait for an exited rank.
 """
 
@@ -35,8 +35,7 @@ FAILURE_GRACE_S = 3.0
 """Seconds to wait after the failure of a rank, in which other ranks may report and mpiexec may end all ranks itself."""
 
 VANISHED_GRACE_S = 10.0
-"""Seconds to wait after the process of a rank has disappeared (was killed), in which mpiexec may end the other
-ranks."""
+"""Seconds to wait for mpiexec to end the other ranks after the process of a rank has disappeared (was killed)."""
 
 TERMINATE_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL for ranks that must end."""
@@ -44,7 +43,7 @@ TERMINATE_GRACE_S = 3.0
 START_REPORT_S = 10.0
 """Interval in seconds at which the launcher prints how many ranks have started, until all ranks have started."""
 
-_NAMED = 8  # maximum number of ranks or hosts that a message to the user lists
+_NAMED = 8  # Maximum number of ranks or hosts that a message to the user lists.
 
 _OF_OTHERS = ("PeerLostError: ", "StallError: ")
 """Prefixes of the failure reason of a rank if another rank caused the failure."""
@@ -83,10 +82,10 @@ class Supervisor:
         self._started: dict[int, ChannelLine] = {}
         self._ended: set[int] = set()
         self._failure: Ending | None = None
-        self._doing: dict[int, str] = {}  # for each rank, what it was doing when mpiexec ended it
+        self._doing: dict[int, str] = {}  # {rank: what it was doing when mpiexec ended it}
         self._unreached: list[str] = []
         self._verdict = ""
-        # for each rank, the time at which it was found stopped (SIGSTOP); infinite after it was reported
+        # {rank: time at which it was found stopped (SIGSTOP)}; infinite after the rank was reported
         self._stopped_at: dict[int, float] = {}
         self._signal: int | None = None
         self._changed = threading.Event()
@@ -110,8 +109,8 @@ class Supervisor:
                     stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    # gives mpiexec its own session, so that Ctrl-C reaches only the launcher, which can end the whole
-                    # session
+                    # Give mpiexec its own session. Ctrl-C then reaches only the launcher, which can end the whole
+                    # session.
                     start_new_session=True,
                     preexec_fn=_before_mpiexec(),
                 )
@@ -124,12 +123,12 @@ class Supervisor:
             try:
                 self._wait(mpiexec)
             finally:
-                self._consoles["stderr"].show_bar("")  # removes the progress bar of a job that ended during tuning
+                self._consoles["stderr"].show_bar("")  # Remove the progress bar of a job that ended during tuning.
                 self._end_all(mpiexec)
                 self._janitor.dismiss()
             for pump in pumps:
                 pump.join(timeout=TERMINATE_GRACE_S)
-            if self._verdict:  # prints the cause of a failure last, where users look first
+            if self._verdict:  # Print the cause of a failure last, where users look first.
                 self._consoles["stderr"].say(self._verdict)
         if self._signal is not None:
             return 128 + self._signal
@@ -142,7 +141,7 @@ class Supervisor:
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
         for name, stream in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-            assert stream is not None  # never None, because stdout and stderr are pipes
+            assert stream is not None  # This is never None, because stdout and stderr are pipes.
             self._open_streams += 1
             output = RankOutput(
                 name,
@@ -213,7 +212,7 @@ class Supervisor:
         self._changed.set()
 
     def _others(self, failed: int | None) -> str:
-        """Describe what one other rank was doing, such as waiting, when mpiexec ended it."""
+        """Describe what another rank was doing, such as waiting, when mpiexec ended it."""
         doing = {rank: text for rank, text in sorted(self._doing.items()) if text and rank != failed}
         waiting = [rank for rank, text in doing.items() if text.startswith("waits")]
         return "".join(f"; rank {rank} {doing[rank]}" for rank in [*waiting, *doing][:1])
@@ -251,7 +250,7 @@ class Supervisor:
                 report_at = now + START_REPORT_S
                 self._consoles["stderr"].say(f"{self.ranks - len(missing)} of {self.ranks} ranks have started")
             if not (failed or vanished):
-                give_up_at = None  # does not end the job, because the disappeared rank had reported its end before
+                give_up_at = None  # The job continues, because the disappeared rank had reported its end before.
             elif give_up_at is None:
                 give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
             elif now > give_up_at:
@@ -302,8 +301,9 @@ class Supervisor:
 
 
 START_PROGRESS = 0.05
-"""Processor time that counts as progress of a starting job, as a fraction of the start's time limit. The time is summed
-over all processes of the job on this host.
+"""Processor time that counts as progress of a starting job, as a fraction of the start's time limit.
+
+It is the sum over all processes of the job on this host.
 """
 
 START_MOST = 10
@@ -335,7 +335,7 @@ class _Start:
 
     def _processes(self) -> tuple[float, int]:
         """Return (processor time, number) of the processes that mpiexec has started on this host."""
-        import psutil  # imported late, because psutil takes time to load
+        import psutil  # Imported only here, because psutil takes time to load.
 
         computed_s, number = 0.0, 0
         with contextlib.suppress(psutil.Error):

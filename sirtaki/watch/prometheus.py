@@ -52,8 +52,9 @@ class TotalsCollector(Collector):
 
 
 CONNECTIONS, TIMEOUT_S = 16, 5.0
-"""Largest number of open connections to the metrics server, and seconds without data after which a connection is
-closed. If one more connection is opened, the oldest one is closed.
+"""Limits of the metrics server: number of open connections, and seconds without data until a connection is closed.
+
+One more connection closes the oldest one.
 """
 
 
@@ -72,18 +73,18 @@ class _MetricsHttpServer(ThreadingWSGIServer):
 
     def __init__(self, *args: Any) -> None:
         self._lock = free_in_forked_children(threading.Lock())
-        self._open: dict[Any, None] = {}  # sockets, oldest first
+        self._open: dict[Any, None] = {}  # Sockets of open connections, oldest first.
         super().__init__(*args)
         in_forked_children(self, _MetricsHttpServer.close_in_child)
 
     def server_bind(self) -> None:
-        """Bind without a name server lookup of this host's name, which may take long."""
+        """Bind without looking up this host's name, because a name server may answer slowly."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked child, because the child would hold the port without answering."""
+        """Close the sockets in a forked child, which would otherwise hold the port without answering."""
         for connection in (self.socket, *self._open):
             connection.close()
 
@@ -94,7 +95,8 @@ class _MetricsHttpServer(ThreadingWSGIServer):
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
-                    # Shut down the oldest connection, so that its thread reads the end of the stream and closes it.
+                    # Shut down the oldest connection: its thread then reads the end of the stream and closes the
+                    # connection.
                     oldest.shutdown(socket.SHUT_RDWR)
             self._open[request] = None
         super().process_request(request, client_address)
@@ -106,7 +108,7 @@ class _MetricsHttpServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level that a request failed, because a client disconnected or sent an invalid request."""
+        """Log a failed request at debug level: a client has disconnected or sent an invalid request."""
         logger.debug(
             "an HTTP request to the metrics server (SIRTAKI_METRICS_PORT) failed; the server continues", exc_info=True
         )

@@ -1,4 +1,4 @@
-"""Watchers (which receive events of a job), totals of the events, and the socket by which `sirtaki top` finds jobs."""
+"""Watchers, which receive events of a job; totals of the events; the socket by which `sirtaki top` finds jobs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class IterationEnded:
 
     Attributes:
         number: number of the iteration, from 1.
-        step_s: seconds since the end of the previous iteration. NaN for the first, and after a trial that changed a
-            setting.
-        communication_s: seconds from the first ready gradient to the last reduced one. On GPUs, of the previous
-            iteration.
+        step_s: seconds since the end of the previous iteration. NaN for the first iteration, and after a trial
+            that changed a setting.
+        communication_s: seconds from the first ready gradient to the last reduced one. On GPUs, it is the previous
+            iteration's.
         exposed_s: part of `communication_s` that the backward pass did not hide.
         n_bytes: size of the gradients as sent.
         tuning: True if the iteration ran in a trial of the tuner.
@@ -139,7 +139,7 @@ _generation: GenerationBegun | None = None
 def add(watcher: Watcher) -> None:
     """Send all further events of this process to `watcher` until the job ends. May be called before `hvd.init()`."""
     if not watching:
-        # Close watchers at exit, too, because a script may not call `shutdown()`. A second call does nothing.
+        # Close watchers at exit, because a script may not call `shutdown()`. A second call has no effect.
         at_exit(partial(end, for_good=True))
     watching.append(watcher)
     if (generation := _generation) is not None:
@@ -192,7 +192,7 @@ def begin(event: GenerationBegun) -> None:
 
 
 def end(*, for_good: bool) -> None:
-    """Forget the current generation (set of ranks of an elastic job), so that new watchers are not notified.
+    """End the current generation (set of ranks of an elastic job), so that watchers added later are not notified of it.
 
     If the job will not start again (`for_good`), close and remove all watchers.
     """
@@ -215,9 +215,9 @@ class Totals(Watcher):
         step_s, communication_s, exposed_s: total seconds.
         n_bytes: total size of gradients as sent.
         trials, decisions: number of trials and decisions.
-        generation_number: number of the current generation (set of ranks of an elastic job). 0 before the first.
+        generation_number: number of the current generation (set of ranks of an elastic job). 0 before the first one.
         setting: setting chosen last, in words. "" = none.
-        gain: speedup of communication by the last decision. NaN before the first.
+        gain: speedup of communication by the last decision. NaN before the first one.
     """
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Totals(Watcher):
 
 
 class TensorBoard(Watcher):
-    """Writes events to a `SummaryWriter`."""
+    """Watcher that writes events to a TensorBoard `SummaryWriter`."""
 
     def __init__(self, log_dir: str | None = None, *, writer: Any = None, every: int = 1) -> None:
         """Open PyTorch's `SummaryWriter`, unless a writer is given. Usually on rank 0 only.
@@ -321,14 +321,14 @@ class TensorBoard(Watcher):
 
 # ── discovery of jobs on this machine for `sirtaki top`: one socket per job in the user's run folder ──────────────────
 
-# A killed process leaves its socket file behind. Connections to the file are refused, so `running_jobs` can remove it.
-# In a running job, the thread of the socket sleeps while there are no requests.
+# A killed process leaves its socket file behind. `running_jobs` removes the file, because connections to it are
+# refused. In a running job, the socket's thread sleeps between requests.
 
 ANSWER_S = 1.0
 """Seconds in which a job must answer a request."""
 
 Answer = dict[str, Any]
-"""State of a job, as JSON."""
+"""State of a job, as a JSON-ready dict."""
 
 
 def run_folder() -> Path:
@@ -340,7 +340,7 @@ def run_folder() -> Path:
 
 
 class JobBeacon:
-    """A socket at which this process answers requests with the state of its job."""
+    """Socket at which this process sends the state of its job to each client. `sirtaki top` is such a client."""
 
     def __init__(self, answer: Callable[[], Answer], *, folder: Path | None = None) -> None:
         """Create the socket, and answer requests in a new thread.
@@ -361,7 +361,7 @@ class JobBeacon:
             )
         self._answer, self._pid = answer, os.getpid()
         self._path = folder / f"{self._pid}.{secrets.token_hex(4)}"
-        # The socket is hidden until it listens, because `running_jobs` removes sockets that refuse connections.
+        # Hide the socket's file until the socket listens, because `running_jobs` removes files that refuse connections.
         hidden = folder / f".{self._path.name}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -371,7 +371,7 @@ class JobBeacon:
         except OSError:
             self._socket.close()
             raise
-        # Close the socket in forked children, because a child would keep it open without answering.
+        # Close the socket in forked children, which would otherwise keep it open without answering.
         in_forked_children(self, lambda presence: presence._socket.close())
         self._thread = threading.Thread(target=self._serve, name="sirtaki-presence", daemon=True)
         self._thread.start()
@@ -388,7 +388,7 @@ class JobBeacon:
                 try:
                     answer = json.dumps(self._answer())
                 except Exception:
-                    # Send no answer, because there is no state while the job is starting or ending.
+                    # Send no answer: there is no state while the job starts or ends.
                     logger.debug(
                         "`sirtaki top` got no answer from this job, because the job is starting or ending; run it "
                         "again after a few seconds",

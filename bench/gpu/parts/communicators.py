@@ -17,10 +17,13 @@ from sirtaki.comm.plan import NcclWay
 from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec
 from sirtaki.errors import PlanError
 
-STREAMS = [StreamSpec(0, 512), StreamSpec(1, 8 * 512)]  # with 1 and 8 CTAs
+STREAMS = [StreamSpec(0, 512), StreamSpec(1, 8 * 512)]  # With 1 and with 8 CTAs.
 SCALES = (1.0, 0.25)
 MARGIN = 128
-"""Elements on both sides of a range; a multiple of the 256 bytes to which units are aligned, in every dtype."""
+"""Number of elements on both sides of a range.
+
+In every dtype, they are a multiple of 256 bytes, to which units are aligned.
+"""
 
 
 def run(run: RankRun) -> None:

@@ -53,7 +53,8 @@ def run(run: RankRun) -> None:
 
 
 def compared(group: type | None) -> dict[str, object]:
-    """Compare the attributes of `ProcessGroupNCCL` with the table for this release of PyTorch. Return facts to report.
+    """Compare the attributes of `ProcessGroupNCCL` with the table for this release of PyTorch, and return facts to
+    report.
 
     Raises:
         AssertionError: they differ.

@@ -22,7 +22,7 @@ from sirtaki.comm.transports.contract import ReduceOp
 from sirtaki.engine.job import DEVICE_S
 
 EXIT_S = 10.0
-"""Largest number of seconds from rank 1's death to rank 0's exit."""
+"""Maximum number of seconds from rank 1's death to rank 0's exit."""
 
 
 def run(run: RankRun) -> None:
@@ -40,7 +40,8 @@ def run(run: RankRun) -> None:
             with torch.no_grad():
                 outside.copy_(loop.model(inside))
 
-        loop.forward(loop.batch).square().mean().backward()  # so that its events were recorded just before the capture
+        # Train first, so that events were recorded just before the capture.
+        loop.forward(loop.batch).square().mean().backward()
         replay = place.capture(infer)
         inside.copy_(loop.batch)
         replay()
@@ -61,7 +62,7 @@ def run(run: RankRun) -> None:
         tensor = torch.ones(1 << 20, device=place.torch_device)
         if run.rank == 0 and not place.dry:
             for group in pool.open.values():
-                group.all_reduce(tensor, ReduceOp.SUM)  # which rank 1 does not join
+                group.all_reduce(tensor, ReduceOp.SUM)  # Rank 1 does not join this all-reduce.
         begin_s = time.perf_counter()
         pool.abort()
         place.device.synchronise()

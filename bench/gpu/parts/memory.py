@@ -22,7 +22,7 @@ def run(run: RankRun) -> None:
     """Measure the contenders' peaks one by one, then memory over many steps, then communicators."""
     place = run.place
     open_group(place, run.rank, run.size)
-    name, make = list(models_for(dry=place.dry).items())[1]  # a transformer, because its activations are small
+    name, make = list(models_for(dry=place.dry).items())[1]  # A transformer, because its activations are small.
     peaks: dict[str, int] = {}
     for who, contender in {"none": OneRank, "ddp": GpuDdp, "optimizer": Optimizer, "attached": GpuAttached}.items():
         with run.check(f"{name}: peak of {who}") as found:

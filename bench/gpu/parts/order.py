@@ -95,7 +95,7 @@ class Backward:
             **scenario.options,
         )
         for stream in range(1, len(self.streams)):
-            self.follow(stream, {0})  # because the buffers were allocated on stream 0
+            self.follow(stream, {0})  # Wait for stream 0, on which the buffers were allocated.
 
     def on(self, number: int) -> contextlib.AbstractContextManager[object]:
         """Run the body on stream `number`."""
@@ -171,7 +171,7 @@ def run(run: RankRun) -> None:
             pending, number = list[tuple[list[torch.Tensor | None], list[float], int]](), 0
             while number < 6 or (goes_on() and number < (12 if run.place.dry else 400)):
                 pending.append((*backward.iteration(number), number))
-                if number % 3 == 2:  # in further iterations the host runs ahead of the GPU
+                if number % 3 == 2:  # In further iterations, the host runs ahead of the GPU.
                     run.place.device.synchronise()
                     while pending:
                         backward.check(*pending.pop(0))

@@ -1,8 +1,8 @@
 """Step times at world size 1, where nothing is sent: overhead of Sirtaki on the GPU compared with DDP's.
 
-"alone" is the optimizer as one rank uses it; "optimizer" and "attached" have the reducers of a job with several ranks.
-Bars: a step of each of the three takes at most 1.00 of DDP's; the throughput of packing is at
-least 0.8 of a copy's.
+"alone" is the optimizer of a job with one rank. "optimizer" and "attached" have the reducers of a job with several
+ranks.
+Bars: a step of each of the three takes at most 1.00 of DDP's. The throughput of packing is at least 0.8 of a copy's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 5
 def run(run: RankRun) -> None:
     """Measure the models one by one, each for its share of the part's time."""
     place, models = run.place, models_for(dry=run.place.dry)
-    torch.set_float32_matmul_precision("high")  # TF32, as in most trainings of such models
+    torch.set_float32_matmul_precision("high")  # Allow TF32, as in most trainings of such models.
     run.report.settings["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     open_group(place, run.rank, run.size)
     for position, (name, make) in enumerate(models.items()):

@@ -25,7 +25,7 @@ def run(run: RankRun) -> None:
                     loop.step()
             found["calls"] = calls
             assert not calls, calls
-        if place.dry:  # because a dry run executes operations immediately
+        if place.dry:  # Skip the next check in a dry run, which executes operations immediately.
             loop.close()
             continue
         with run.check(f"{name}: a step returns while the GPU is busy with earlier work") as found:
@@ -48,7 +48,7 @@ def run(run: RankRun) -> None:
             error = err
             found["error"] = repr(err)
         while error is not None and not isinstance(error, ConfigError):
-            error = error.__context__  # the end of the capture may raise, too
+            error = error.__context__  # The end of the capture may raise, too.
         assert error is not None, found
         place.device.synchronise()
         loop.optimizer.zero_grad()

@@ -85,7 +85,7 @@ def same(there: torch.Tensor, here: torch.Tensor) -> None:
 
 
 def eager(run: RankRun, place: torch.device) -> None:
-    """Compare every eager collective of every dtype on GPU tensors with the same on host tensors."""
+    """Compare each eager collective of every dtype on GPU tensors with the same collective on host tensors."""
     rank, size = run.rank, run.size
     for dtype in DTYPES:
         for numel in (7,) if run.place.dry else (1, 1021):
@@ -170,7 +170,8 @@ def tuned(run: RankRun, iterations: int, goes_on: object) -> dict[str, object]:
     ended = not sync.tuning
     optimizer.close()  # type: ignore[attr-defined]  # a DistributedOptimizer's
     assert done >= 5
-    assert ended or len(tried) > 1, f"after {done} steps only {tried} was tried"  # probes may leave nothing to try
+    # Probes may leave only one setting, so that there is nothing to try.
+    assert ended or len(tried) > 1, f"after {done} steps only {tried} was tried"
     settings = {"default": before.describe(), "last": sync.knobs.describe()}
     return {"iterations": done, "settings": len(tried), "ended": ended, **settings}
 

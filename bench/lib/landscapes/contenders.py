@@ -22,7 +22,7 @@ from sirtaki.autotune.trial import Arm
 from .landscape import Landscape
 
 CLOSE = 0.03
-"""A setting counts as found if its regret is at most this share."""
+"""A setting counts as found if its regret is at most this fraction."""
 
 HORIZONS = (1_000, 10_000, 100_000)
 """Lengths of jobs in training iterations, for which the time of the whole job is computed."""
@@ -77,7 +77,7 @@ class Course:
         return spans_s
 
     def would_keep(self, knobs: Knobs) -> None:
-        """Record the setting that would be kept if the warm-up ended now."""
+        """Record the setting that the job would keep if the warm-up ended now."""
         if math.isinf(self.found_at) and self.landscape.regret(knobs) <= CLOSE:
             self.found_at = self.iterations
 
@@ -87,7 +87,7 @@ class Course:
         The keys are `HORIZONS`.
         """
         scape = self.landscape
-        varies = max(scape.changes_at, 100)  # the network may change until then
+        varies = max(scape.changes_at, 100)  # Compute single iterations until then, because the network may change.
 
         def total_s(knobs: Knobs, begin: int, end: int) -> float:
             constant = max(begin, min(varies, end))
@@ -115,7 +115,7 @@ class Course:
 
 
 Contender = Callable[[Landscape, int, float, int], dict[str, Any]]
-"""A function from a landscape, a budget of iterations, a noise and a seed to a result."""
+"""Function that runs a contender. It maps (landscape, budget of iterations, noise, seed) to a result."""
 
 
 # ── Sirtaki ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,7 +223,7 @@ def _alone(
         if planner.name == name:
             return planner
     if name not in OUR_ARMS:
-        return None  # a planner cannot run without a model
+        return None  # A planner cannot run without a model.
     return make_arm(name, space=space, rng=np.random.default_rng(seed))
 
 
@@ -231,7 +231,7 @@ def _alone(
 
 
 class Searcher(Protocol):
-    """A general optimiser."""
+    """Base class of general optimisers, which have no model of gradients."""
 
     def ask(self) -> Knobs:
         """Return the next setting to measure."""
@@ -268,7 +268,7 @@ class Random:
         self._points = KnobLattice(landscape.space).points
 
     def ask(self) -> Knobs:
-        """Return a random point of the lattice."""
+        """Return a random point of the grid (lattice)."""
         return self._points[int(self._rng.integers(len(self._points)))]
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
@@ -313,7 +313,7 @@ class Optuna:
         return _knobs(self._space, params["log2_bytes"], params["streams"], params["route"])
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """Record the logarithm, which suits all samplers."""
+        """Report the logarithm of the time, which suits all samplers."""
         if self._trial is not None:
             self._study.tell(self._trial, math.log(span_s))
             return
@@ -347,7 +347,7 @@ class Skopt:
         return _knobs(self._space, log2_bytes, int(streams), int(route))
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """Record the logarithm, as for optuna."""
+        """Report the logarithm of the time, as for optuna."""
         place = self._asked
         if place is None:
             log2_bytes, streams, route = _values(self._space, knobs)

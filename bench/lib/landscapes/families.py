@@ -28,7 +28,7 @@ ROUTES = (
     (TransportKind.GLOO, Algorithm.HIERARCHICAL),
 )
 NETWORKS = ("resnet50", "densenet201", "bert_base", "inception_v4")
-SHARE = 0.25  # scale of the gradients, because 20 to 110 MB would make thousands of messages per simulation
+SHARE = 0.25  # Scale of the gradients: full sizes (20 to 110 MB) would make thousands of messages per simulation.
 
 _Rng = np.random.Generator
 
@@ -84,7 +84,7 @@ def _replayed(
         changes_at: iteration.
     """
     layout, profile = _job(rng)
-    pressure = float(rng.uniform(0.6, 1.8))  # communication time over backward time
+    pressure = float(rng.uniform(0.6, 1.8))  # Ratio of the communication time to the backward pass's time.
     seconds = pressure * profile.compute_s
     rate = layout.total_bytes / seconds
     now = physics(rate)
@@ -315,7 +315,8 @@ def _place(knobs: Knobs, layout: GradientLayout) -> tuple[float, float]:
     return math.log2(max(1.0, size / (64 * KIB))), math.log2(streams)
 
 
-_Shape = Callable[[float, float, int], float]  # log2 of size and of streams, and route, to a factor on the best time
+# Function of (log2 of the unit size, log2 of the streams, route) that returns the time as a multiple of the best time.
+_Shape = Callable[[float, float, int], float]
 
 
 def _formula(family: str, rng: _Rng, shape: _Shape, routes: Sequence[Route] = ROUTES) -> Landscape:

@@ -34,7 +34,7 @@ class Physics:
     """The cost of all-reduces on one route.
 
     Attributes:
-        capacity: total bytes per second for a number of concurrent all-reduces, with or without computation.
+        capacity: function of (number of concurrent all-reduces, whether computation runs) to total bytes per second.
         latency_s: seconds before the first byte is sent, by size in bytes.
         host_s: seconds that the host needs for an all-reduce, by size. The host serves one all-reduce at a time.
         quality: share of its rate at which an all-reduce progresses, by size.
@@ -58,7 +58,9 @@ class Message:
 
 
 def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -> tuple[float, float]:
-    """Simulate a backward pass with its all-reduces. Return the end of both, and of the backward pass, in seconds.
+    """Simulate a backward pass with its all-reduces.
+
+    Return the end of both, and the end of the backward pass alone, in seconds.
 
     Args:
         messages: all-reduces in launch order. None may be ready before its predecessor.
@@ -67,8 +69,8 @@ def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -
     """
     computed_s = 0.0
     queues: dict[int, deque[Message]] = {}
-    waiting: list[tuple[float, int, float, int]] = []  # end of latency, tie-breaker, work, stream
-    moving: list[tuple[float, int, int]] = []  # end on the clock of transmissions, tie-breaker, stream
+    waiting: list[tuple[float, int, float, int]] = []  # (end of latency, tie-breaker, work, stream).
+    moving: list[tuple[float, int, int]] = []  # (end on the clock of transmissions, tie-breaker, stream).
     busy: set[int] = set()
     now_s = clock = done_s = host_free_s = 0.0
     following, number = 0, 0
@@ -95,7 +97,7 @@ def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -
         computing = done_s < compute_s
         pace = 1.0 / physics.slowdown(len(busy)) if computing else 1.0
         share = physics.capacity(len(moving), computing) / len(moving) if moving else 0.0
-        until_s = []  # seconds until the next event of each kind
+        until_s = []  # Seconds until the next event of each kind.
         if computing:
             goal_s = min(messages[following].ready_s, compute_s) if following < len(messages) else compute_s
             until_s.append(max(0.0, goal_s - done_s) / pace)

@@ -5,8 +5,8 @@ proposed in the real job counts as units of its median size.
 
 A setting that was measured a few times under varying load looks faster or slower than it is, and the fastest of
 hundreds is partly luck. Therefore the true time is an empirical Bayes estimate (James and Stein's): the medians are
-shrunk towards a smooth surface over unit sizes and streams, one per route. They are shrunk less, the more their scatter
-around the surface exceeds the scatter of measurements. If rounds agree, medians stay unchanged.
+shrunk towards a smooth surface over unit sizes and streams, one per route. The shrinkage is weak if the medians scatter
+more around the surface than measurements scatter. If rounds agree, the medians stay unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recorded(Landscape):
         if known is None:
             return math.inf
         logs = np.log(self.samples_s[known])
-        width = 1.06 * len(logs) ** -0.2  # Silverman's bandwidth, in standard deviations
+        width = 1.06 * len(logs) ** -0.2  # Silverman's bandwidth, in standard deviations.
         middle, spread = float(np.median(logs)), float(np.std(logs))
         deviation = rng.choice(logs) - middle + width * spread * rng.standard_normal()
         return math.exp(middle + deviation / math.sqrt(1.0 + width**2))
@@ -81,7 +81,7 @@ class Recorded(Landscape):
 
 
 def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[float]]:
-    """Return the measured spans, scaled for each uniform setting so that their median is the estimated true time."""
+    """Return the measured spans, scaled so that each uniform setting's median is its estimated true time."""
     routes: dict[Route, list[Knobs]] = defaultdict(list)
     for knobs in samples_s:
         if knobs.cuts is None:
@@ -134,7 +134,7 @@ def recorded(path: Path) -> Recorded:
         model=model,
         steps_per_octave=1,
         presumed=[TransportKind.SHARED_MEMORY.value, Algorithm.FLAT.value]
-        not in data["routes"],  # probes mislead within one host
+        not in data["routes"],  # Probes mislead within one host.
     )
 
     def truth(knobs: Knobs) -> float:

@@ -1,11 +1,11 @@
 """`RayExecutor`, with Horovod's interface: calls functions on ranks that are Ray actors.
 
 In jobs with a fixed number of ranks, all ranks share a placement group (`FixedRanks`). Elastic jobs follow the rules of
-`sirtakirun --min-np`, with Ray's nodes as hosts (`ElasticRanks`). There, each rank has its own placement group
-(`WorkerSlots`). The group stays reserved while the rank is restarted, tells Ray's autoscaler how many ranks are wanted,
-and becomes a slot of another node if Ray moves it after a node's loss. Ray starts and kills the actors, and reports how
-they ended. Each actor connects to the executor's process, which tells it the ranks after each elastic restart
-(`RayCrew`).
+`sirtakirun --min-np`, with Ray's nodes as hosts (`ElasticRanks`). In an elastic job, each rank has its own placement
+group (`WorkerSlots`). The group stays reserved while the rank is restarted. It tells Ray's autoscaler how many ranks
+are wanted. If Ray moves it after a node's loss, it becomes a slot of another node. Ray starts and kills the actors, and
+reports how they ended. Each actor connects to the executor's process, which sends it the ranks after each elastic
+restart (`RayCrew`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ from .ranks import (
 from .ray_logger import Log, receiving_log
 
 GRACE_S = 10.0
-"""Seconds from the failure of a rank until the executor ends the other ranks. Until then, the other ranks can detect
-the failure and raise errors of their own.
+"""Seconds from the failure of a rank until the executor ends the other ranks.
+
+In this time, the other ranks can detect the failure and raise errors of their own.
 """
 
 
@@ -90,7 +91,7 @@ def cause_of(errors: Sequence[BaseException]) -> BaseException:
 
 
 class FixedRanks:
-    """The ranks of an executor whose number of ranks is fixed, from `RayExecutor.start` to `shutdown`."""
+    """The ranks of an executor with a fixed number of ranks, from `RayExecutor.start` to `shutdown`."""
 
     def __init__(self, settings: RaySettings, shape: Shape, variables: Mapping[str, str]) -> None:
         """Start all ranks, and wait until they are ready.
@@ -105,7 +106,7 @@ class FixedRanks:
         """
         self._calls, self._lost = itertools.count(1), ""
         self._group, self._owns_group = _room(settings, shape)
-        self.actors: list[Any] = []  # Ray's actor handles, in rank order
+        self.actors: list[Any] = []  # Ray's actor handles, in rank order.
         try:
             self._start(settings, shape, variables)
         except BaseException:
@@ -202,12 +203,12 @@ class FixedRanks:
                 for reference in done:
                     try:
                         found[reference] = ray.get(reference)
-                    # Any error, because the user's function may raise any, and Ray raises its own.
+                    # Catch any error, because the user's function may raise any, and Ray raises its own.
                     except Exception as err:
                         errors.append(err)
                         failed_s = min(failed_s, time.monotonic())
                 meanwhile()
-        except BaseException:  # such as KeyboardInterrupt: end the ranks without waiting for their results
+        except BaseException:  # An error such as KeyboardInterrupt: end the ranks without waiting for their results.
             self._end("it was interrupted")
             raise
         if not errors:
@@ -246,7 +247,10 @@ def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
 
 
 class WorkerSlots:
-    """Places for the ranks of an elastic executor (slots). Each is a Ray placement group for one rank. Thread-safe."""
+    """Places for the ranks of an elastic executor (slots). Thread-safe.
+
+    Each slot is a Ray placement group for one rank.
+    """
 
     def __init__(self, demand: Demand, *, least: int, most: int | None) -> None:
         """Request placement groups from Ray.
@@ -259,8 +263,8 @@ class WorkerSlots:
         self._demand, self._least, self._most = demand, least, most
         self._lock, self._is_closed = threading.Lock(), False
         self._groups: dict[str, Any] = {}
-        self._names: dict[str, str] = {}  # host names, by Ray's node id
-        self._taken: dict[int, str] = {}  # for each worker (process of a rank), the id of its placement group
+        self._names: dict[str, str] = {}  # {Ray's node id: host name}
+        self._taken: dict[int, str] = {}  # {worker (process of a rank): id of its placement group}
         self.ask()
 
     def ask(self) -> Mapping[str, int]:
@@ -271,7 +275,7 @@ class WorkerSlots:
             LaunchError: Ray does not answer.
         """
         with self._lock:
-            if self._is_closed:  # Return no slots, because the job has ended while its hosts were discovered.
+            if self._is_closed:  # Return no slots: the job has ended while its hosts were discovered.
                 return {}
             try:
                 wanted = self._most or max(self._least, self._capacity())
@@ -332,7 +336,7 @@ class WorkerSlots:
         return set(addresses)
 
     def _found(self, alive: Collection[str]) -> dict[str, str]:
-        """Return, for each placement group that Ray has created, the id of its node."""
+        """Return {id of a placement group that Ray has created: id of its node}."""
         table = ray.util.placement_group_table()
         found = {}
         for group in self._groups:
@@ -344,7 +348,7 @@ class WorkerSlots:
 
 
 def host_name(node: str, address: str, taken: Collection[str]) -> str:
-    """Return a host name for a Ray node: its address, and the node's id if another node has the same address."""
+    """Return a host name for a Ray node: its address. If another node has the same address, append the node's id."""
     return f"{address}-{node[:6]}" if address in taken else address
 
 
@@ -363,9 +367,10 @@ class RankHandle:
 
 
 class HostOfActors:
-    """The ranks (Ray actors) of one host of an elastic job. Starts, kills and notifies these ranks.
+    """The ranks (Ray actors) of one host of an elastic job.
 
-    `AgentRules` decides when to do so. (Without Ray, `AgentRules` runs in an agent process on each host.)
+    Starts, kills and notifies these ranks when `AgentRules` requests it. (Without Ray, `AgentRules` runs in an agent
+    process on each host.)
     """
 
     def __init__(self, host: str, crew: RayCrew) -> None:
@@ -455,8 +460,10 @@ class RayCrew:
         return list(self._hosts)
 
     def start(self, host: str) -> None:
-        """Add a host without starting a rank. Unless Ray has lost the host's node meanwhile, the host reports to the
-        driver, the part of the executor that decides about ranks.
+        """Add a host, without starting a rank.
+
+        The host reports to the driver (the part of the executor that decides about ranks), unless Ray has lost its node
+        meanwhile.
         """
         self._hosts[host] = HostOfActors(host, self)
         if self._slots.has_node(host):
@@ -470,8 +477,9 @@ class RayCrew:
                 self._forget(rank)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Pass a message of the elastic job's driver to each of these hosts: to the `AgentRules` that decide about the
-        host's ranks. Skip hosts that were not added.
+        """Send a message of the elastic job's driver to the `AgentRules` of each of these hosts.
+
+        The `AgentRules` decide about the host's ranks. Hosts that were not added are skipped.
         """
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
@@ -500,7 +508,7 @@ class RayCrew:
 
     def close(self, number: int | None = None) -> None:
         """End all actors, and stop listening."""
-        del number  # the number of the signal that ended the driver is not used, because Ray's actors are only killed
+        del number  # The number of the signal that ended the driver is not used, because Ray's actors are only killed.
         for host in self.hosts:
             self.stop(host)
         self.board.close()
@@ -523,8 +531,9 @@ class RayCrew:
         return RankHandle(worker, there, actor, answer)
 
     def _awaited(self, worker: int) -> RankHandle | None:
-        """Return the rank of a worker (process) if its actor was started but has not connected yet. Otherwise return
-        None.
+        """Return the rank of a worker (process) if its actor was started and has not connected yet.
+
+        Otherwise return None.
         """
         found = (there.ranks.get(worker) for there in self._hosts.values())
         return next((rank for rank in found if rank is not None and rank.channel is None), None)
@@ -541,7 +550,7 @@ class RayCrew:
         try:
             for message in rank.channel.receive():
                 rank.there.rules.rank_message(rank.worker, message)
-        except ConnectionError:  # ignored, because Ray soon reports the end of the rank's process
+        except ConnectionError:  # Ignore the error: Ray soon reports the end of the rank's process.
             rank.channel.close()
 
     def _reap(self, rank: RankHandle) -> None:
@@ -549,7 +558,7 @@ class RayCrew:
         there = rank.there
         if self._hosts.get(there.host) is not there or rank.worker not in there.ranks:
             return
-        self._receive(rank)  # processes the last messages of the rank first
+        self._receive(rank)  # Process the last messages of the rank first.
         end = self._end_of(rank)
         if end.exit_code == _KILLED and not self._slots.has_node(there.host):
             self.stop(there.host)
@@ -579,8 +588,9 @@ class RayCrew:
 
 
 _LATER_S = 30.0
-"""Seconds by which a rank waits longer for other ranks than the executor does. So the executor raises its error first,
-which names the missing ranks, unlike the error of a rank.
+"""Seconds for which a rank waits longer for other ranks than the executor does.
+
+The executor must raise its error first, because only this error names the missing ranks.
 """
 
 
@@ -646,8 +656,8 @@ class ElasticRanks:
             exit_code = run_job(crew, members, _print, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        # Exit, because this process has received the signal. The exit code cannot be that of a rank, because Ray kills
-        # ranks with SIGKILL.
+        # Exit: this process has received the signal. The exit code is not that of a rank, because Ray kills ranks with
+        # SIGKILL.
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise SystemExit(exit_code)
         if exit_code:

@@ -1,7 +1,7 @@
 """Ranks that are Ray actors: their resources, placement, environment variables, and code.
 
-If the user's function raises an error, the actor's process continues to run, so the error must be reported to all
-ranks. (In other jobs, a failed script ends its process, which other ranks detect.)
+If the user's function raises an error, the actor's process continues to run. The error must therefore be reported to
+all ranks. (In other jobs, a failed script ends its process, and other ranks detect this.)
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def in_rank_order(places: Sequence[ActorPlace]) -> list[int]:
     first: dict[tuple[str, ...], int] = {}
     for number, place in enumerate(places):
         first.setdefault(place.host, number)
-    # Keeps the order within a host, because sorted() is stable.
+    # `sorted` is stable, so that the order within a host is kept.
     return sorted(range(len(places)), key=lambda number: first[places[number].host])
 
 
@@ -224,7 +224,7 @@ def actor_environ(
     """
     interfaces = settings.interfaces
     own = {name: value for name, value in rank_environ(environ, {}).items() if name.startswith(_CARRIED)}
-    own.pop("SIRTAKI_SECRET", None)  # removed, because Ray's dashboard shows the environment
+    own.pop("SIRTAKI_SECRET", None)  # Remove the secret: Ray's dashboard shows the environment.
     named = dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces) if interfaces else {}
     shim = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
     return {
@@ -243,9 +243,7 @@ _T = TypeVar("_T")
 
 
 def call_reporting_errors(fn: Callable[[], _T]) -> _T:
-    """Call `fn`. If it raises an error, end this rank's part in the job, so that all ranks fail with that error as the
-    reason.
-    """
+    """Call `fn`. If it raises an error, leave the job, so that all ranks fail with this error as the reason."""
     try:
         return fn()
     except BaseException as err:
@@ -254,12 +252,12 @@ def call_reporting_errors(fn: Callable[[], _T]) -> _T:
 
 
 def leave_job(reason: str) -> None:
-    """End this rank's part in the job. Not collective. Does nothing without a job.
+    """Leave the job on this rank. Not collective. Does nothing without a job.
 
     Args:
         reason: reason to report to all ranks.
     """
-    # If sirtaki.torch was not imported, init() was not called. Do not import it only to check, which takes seconds.
+    # Without sirtaki.torch, init() was not called. Importing it only to check would take seconds.
     if "sirtaki.torch" not in sys.modules:
         return
     from sirtaki.engine import job
@@ -273,8 +271,8 @@ class Rank:
     """Actor of a rank. Ray prints the class name in front of the rank's output."""
 
     def __init__(self) -> None:
-        self._store: Any = None  # on rank 0, the TCPStore at which the ranks of the job meet
-        self._executable: Any = None  # the rank's object of the user's class
+        self._store: Any = None  # On rank 0: TCPStore at which the ranks of the job meet.
+        self._executable: Any = None  # The rank's object of the user's class.
 
     def place(self) -> ActorPlace:
         """Return where Ray has placed this actor."""
@@ -290,20 +288,21 @@ class Rank:
         os.environ.update(variables)
 
     def open_store(self, *, one_host: bool, interfaces: str) -> tuple[str, int]:
-        """Open, at a free port, the TCPStore at which the ranks of the job meet. Return its host and port. Called on
-        rank 0 only.
+        """Open the TCPStore at which the ranks of the job meet, at a free port. Return its host and port.
+
+        Called on rank 0 only.
         """
         import ray
 
         addresses = own_addresses(interfaces) if interfaces else [ray.util.get_node_ip_address()]
         host = LOOPBACK if one_host else addresses[0]
-        # Set multi_tenant, because `init()`, and perhaps the user's `init_process_group()`, open the store at this port
-        # again.
+        # `multi_tenant`, because `init()` opens the store at this port again, and perhaps the user's
+        # `init_process_group()`, too.
         self._store = serve_store(host, timeout=datetime.timedelta(seconds=300), multi_tenant=True)
         return host, self._store.port
 
     def make_executable(self, make: Callable[[], Any]) -> None:
-        """Create this rank's object by `make`. `execute` passes it to the user's functions."""
+        """Create this rank's object by `make`. `execute` passes the object to the user's functions."""
         self._executable = call_reporting_errors(make)
 
     def execute(self, call: int, fn: Callable[[Any], Any], log: Any = None) -> Any:
@@ -315,7 +314,7 @@ class Rank:
             log: Ray queue for values that are passed to `ray_logger.log`. None if nothing receives them.
         """
         ray_logger.configure(log)
-        # Give the rendezvous of each call its own number, so that a rank that missed a call can take part in the next.
+        # Use a separate rendezvous for each call, so that a rank that missed a call can take part in the next.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)
         return call_reporting_errors(lambda: fn(self._executable))
 

@@ -28,7 +28,7 @@ def configure(queue: Any) -> None:
 
 
 class Log:
-    """The executor's end of `ray_logger`: receives the values that rank 0 logs.
+    """Receiver, in the executor's process, of the values that rank 0 logs by `ray_logger`.
 
     Attributes:
         queue: Ray queue that rank 0 must pass to `configure`. None if there are no listeners.
@@ -47,8 +47,9 @@ class Log:
 
 @contextlib.contextmanager
 def receiving_log(listeners: Sequence[Callable[[Any], object]]) -> Iterator[Log]:
-    """Yield a `Log`, which passes values that rank 0 logs within the context to `listeners`. Without listeners, it
-    receives nothing.
+    """Yield a `Log` that passes values to `listeners`: the values that rank 0 logs within the context.
+
+    Without listeners, rank 0 sends nothing.
     """
     if not listeners:
         yield Log(None, ())

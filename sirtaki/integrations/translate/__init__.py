@@ -1,4 +1,7 @@
-"""Training scripts turned into scripts for Sirtaki: `sirtaki translate`. Needs libcst (`sirtaki[translate]`)."""
+"""Translation of training scripts into scripts for Sirtaki: `sirtaki translate`.
+
+Needs libcst (`sirtaki[translate]`).
+"""
 
 from .translation import Translation, translate
 

@@ -36,7 +36,7 @@ class Training:
     Attributes:
         loops: loops over data loaders whose body computes gradients, including comprehensions, in text order.
         other_loops: loops over data loaders whose body does not compute gradients.
-        relays: loops in generators that yield a data loader's batches to another loop.
+        relays: loops in generators that yield a data loader's batches to a loop elsewhere.
         divided: data loaders that `loops` read. The translated script divides their data among the ranks.
     """
 
@@ -63,7 +63,7 @@ class Training:
         self.divided = list(dict.fromkeys(loaders))
 
     def trains(self, node: cst.CSTNode) -> bool:
-        """Return whether a part of the script (`node`), or a function that it calls, runs a backward pass."""
+        """Return whether a part of the script (`node`) runs a backward pass, also in a function that it calls."""
         return any(
             called_attribute(call) == "backward"
             or any(self.source.name_of(function) in self._functions for function in self.flows.callees(call))
@@ -87,7 +87,7 @@ class Training:
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
-        """Return whether all optimizers step after each backward pass. If not, gradients must be reduced only in
+        """Return whether all optimizers step after each backward pass. Otherwise, gradients must be reduced only in
         `step()`.
 
         A backward pass may reach the parameters of any optimizer. For example, the generator's backward pass also
@@ -104,7 +104,7 @@ class Training:
         waiting = {site for site in self.flows.made(TrackedKind.OPTIMIZER) if not self._is_made_later(site.call, call)}
         for step, optimizer in self.steps():
             if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
-                # The argument of this step is the closure that contains the backward pass.
+                # The argument of this step is a closure, which contains the backward pass.
                 return waiting <= self._optimizers_of(step, optimizer, ())
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
@@ -120,7 +120,7 @@ class Training:
         return False
 
     def _stepped(self, node: cst.CSTNode, loops: tuple[cst.For, ...] = ()) -> set[Site]:
-        """Return the optimizers that step in a part of the script (`node`), whichever branch the part takes."""
+        """Return the optimizers that step in a part of the script (`node`), in whichever branch."""
         if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Try | cst.While):
             return set()
         if isinstance(node, cst.If):
@@ -137,8 +137,8 @@ class Training:
     def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
         """Return the optimizers that the call `step` certainly steps.
 
-        If a loop in `loops` binds the name of the optimizer, return all optimizers over which the loop iterates. If the
-        name can hold a single optimizer only, return this one.
+        If a loop in `loops` binds the name of the optimizer, they are all optimizers over which the loop iterates. If
+        the name can hold only one optimizer, it is this one.
         """
         sites = set(self.flows.holds(optimizer, TrackedKind.OPTIMIZER))
         symbol = self.source.symbol(optimizer)
@@ -209,7 +209,7 @@ class Training:
         return bool(set(self.flows.holds(node, TrackedKind.LOADER)) & set(self.divided))
 
     def epoch(self, loop: cst.CSTNode) -> str:
-        """Return the variable of an enclosing loop that counts epochs. "" if there is no such loop."""
+        """Return the variable of an enclosing loop that counts epochs; "" if there is no such loop."""
         counters = []
         for there in self.source.above(loop):
             if isinstance(there, cst.FunctionDef):
@@ -248,8 +248,9 @@ def _counts(node: cst.BaseExpression) -> bool:
 
 
 class Over(Enum):
-    """How a value depends on the samples in a rank's part of a batch: for example, it has a row per sample, or is their
-    mean or sum.
+    """How a value depends on the samples in a rank's part of a batch.
+
+    It may have a row per sample, or be their mean or sum.
     """
 
     ALL = "the same on all ranks"
@@ -272,7 +273,7 @@ REDUCED = {Over.MEAN, Over.SUM}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What the analysis `RankValues` knows about the value of an expression on each rank.
+    """Facts that the analysis `RankValues` has about the value of an expression on each rank.
 
     Attributes:
         over: how the value depends on the samples of a rank.
@@ -304,7 +305,7 @@ MEAN, SUM = Value(over=Over.MEAN), Value(over=Over.SUM)
 
 
 def either(one: Value, other: Value) -> Value:
-    """Return what is known about a variable that has one of two values, such as after an `if`."""
+    """Return the facts about a variable that has one of two values, such as after an `if`."""
     if one == other:
         return one
     if not one.own and not other.own:
@@ -327,7 +328,7 @@ def either(one: Value, other: Value) -> Value:
 
 
 def all_alike(values: Sequence[Value]) -> Value:
-    """Return the `Value` (what is known) of a container whose elements have these values."""
+    """Return the facts (`Value`) about a container whose elements have these values."""
     own = [value for value in values if value.own]
     if not own:
         return ALL
@@ -336,7 +337,7 @@ def all_alike(values: Sequence[Value]) -> Value:
 
 
 def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
-    """Return the `Value` (what is known) of the result of an element-wise arithmetic operation on two values."""
+    """Return the facts (`Value`) about the result of an element-wise arithmetic operation on two values."""
     own = [value for value in (left, right) if value.own]
     kinds, over = {value.over for value in own}, Over.UNKNOWN
     adds = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign | cst.SubtractAssign)
@@ -374,8 +375,8 @@ def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
 def collected(value: Value) -> Value:
     """Return the `Value` (what is known) of an element of a list comprehension whose element expression is `value`.
 
-    An element may come from any iteration. Therefore a number of samples (COUNT) is treated like a sum over samples,
-    and nothing is known about a shape.
+    An element may come from any iteration. A number of samples (COUNT) is therefore treated as a sum over samples, and
+    a shape is unknown.
     """
     over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
     return replace(value, over=over, items=tuple(collected(item) for item in value.items))
@@ -411,10 +412,10 @@ AXIS_AT = {
     "flip": 1, "gather": 1, "index_select": 1, "cat": 1, "concat": 1, "stack": 1, "flatten": 1, "norm": 2, "select": 1,
     "narrow": 1, "topk": 2, "sort": 1, "normalize": 2, "cosine_similarity": 2, "chunk": 2, "split": 2,
 }  # fmt: skip
-"""For functions along an axis, the position of the argument that names the axis. Position 0 is the tensor."""
+"""For functions along an axis: position of the argument that names the axis. Position 0 is the tensor."""
 
 ALONG = {name: name in ("squeeze", "cat", "concat", "normalize", "cosine_similarity") for name in AXIS_AT}
-"""Whether a function that works along an axis keeps the samples of a batch separate without an axis argument."""
+"""For functions along an axis: whether they keep the samples of a batch separate without an axis argument."""
 
 FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", "any", "all", "squeeze", "norm",
          "select", "cosine_similarity"}  # fmt: skip
@@ -434,7 +435,7 @@ UNWEIGHTED = "cross entropy is taken to count all targets alike; where some are 
 
 
 class RankValues:
-    r"""Follows values through a script, and records in `edits` where values of all ranks must be combined.
+    r"""Analysis that follows values through a script. It records in `edits` where values of all ranks must be combined.
 
     This is an abstract interpreter. It runs the script with a `Value` instead of a number or tensor for every name and
     expression. A `Value` says how the result depends on the samples of a rank. All branches of an `if` are run, and if
@@ -489,11 +490,11 @@ class RankValues:
         # Names of the script's functions that the interpreter is running with arguments that differ between ranks.
         self._calling: list[str] = []
         self._fresh: set[Symbol] = set()
-        self._in_loop: list[cst.For] = []  # training loops that the interpreter is in
+        self._in_loop: list[cst.For] = []  # Training loops that the interpreter is in.
         self._branches = 0
         self._called: dict[tuple[str, tuple[Value, ...]], Value] = {}
         self._returned: list[Value] = []
-        self._begun: dict[cst.Call, set[Value]] = {}  # for each call of backward(), what is known about its loss
+        self._begun: dict[cst.Call, set[Value]] = {}  # {call of backward(): facts about its loss}
         self._models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -565,7 +566,7 @@ class RankValues:
             self._block(node)
 
     def _closure(self, node: cst.FunctionDef) -> None:
-        """Run the body of a nested function, if it trains, with the values that variables have where it is defined."""
+        """Run the body of a nested function that trains, with the values of variables at its definition."""
         if self._training.trains(node.body):
             kept, self._returned = self._returned, []
             self._block(node.body)
@@ -574,7 +575,7 @@ class RankValues:
     def _for(self, loop: cst.For) -> None:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
-        # Interpret the body twice, because variables have the values of the previous iteration when the second begins.
+        # Interpret the body twice: the second run starts with the values of the previous iteration.
         for _ in range(2):
             self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
@@ -640,10 +641,10 @@ class RankValues:
             self._edits.refuse(line, f"cannot tell whether `{self._source.code(node.value)}` is a mean or a sum")
 
     def _sums_up_in(self, node: cst.AugAssign) -> cst.For | None:
-        """Return the loop in which `node` (`total += x`) accumulates a sum, if the sum may be combined over ranks after
-        the loop. None if there is no such loop.
+        """Return the loop in which `node` (`total += x`) accumulates a sum that may be combined over ranks after the
+        loop.
 
-        The sum must be initialised before the loop, and must not be read inside the loop.
+        None if there is no such loop. The sum must be initialised before the loop, and must not be read inside it.
         """
         if not self._in_loop or not isinstance(node.target, cst.Name):
             return None
@@ -661,7 +662,7 @@ class RankValues:
         return None
 
     def _function(self, function: cst.FunctionDef, given: dict[str, Value]) -> Value:
-        """Return what is known (`Value`) about the result of a function of the script for the arguments `given`."""
+        """Return the facts (`Value`) about the result of a function of the script for the arguments `given`."""
         scope = self._source.name_of(function)
         names = [param.name.value for param in parameters(function)]
         key = (scope, tuple(given.get(name, ALL) for name in names))
@@ -704,21 +705,20 @@ class RankValues:
                 self._env[symbol] = replace(value, over=Over.MEAN, sure=False) if is_loss else value
 
     def _is_placed_by_samples(self, node: cst.BaseExpression) -> bool:
-        """Return whether the target of an assignment has an index that depends on samples, such as `counts[label] +=
-        1`.
-        """
+        """Return whether an assignment's target has an index that depends on samples, such as `counts[label] += 1`."""
         return (
             isinstance(node, cst.Subscript)
             and self._any(*(self._value(part) for element in node.slice for part in _parts(element))).own
         )
 
     def _is_differentiated(self, node: cst.BaseExpression) -> bool:
-        """Return whether a backward pass begins from the variable that `node` names."""
+        """Return whether a backward pass begins at the variable that `node` names."""
         return isinstance(node, cst.Name) and node.value in self._losses
 
     def _decide(self, test: cst.BaseExpression) -> None:
-        """Make the condition `test` equal on all ranks: combine values in it that differ between ranks, or refuse the
-        script.
+        """Make the condition `test` equal on all ranks: combine values in it that differ between ranks.
+
+        If that is impossible, refuse the script.
         """
         value = self._value(test)
         if value.own and not self._share(test):
@@ -726,7 +726,7 @@ class RankValues:
             self._edits.refuse(test, f"ranks may decide differently, each by its own data: `{text}`")
 
     def _share(self, node: cst.BaseExpression) -> bool:
-        """Edit an expression so that its means and sums are computed from the samples of all ranks, not of one rank.
+        """Edit an expression so that its means and sums are computed from the samples of all ranks.
 
         Return False if another part of the expression still differs between ranks.
         """
@@ -756,7 +756,7 @@ class RankValues:
         return f"{self._ranks}.average" if over is Over.MEAN else f"{self._ranks}.total"
 
     def _value(self, node: cst.BaseExpression) -> Value:
-        """Return what is known about an expression (its `Value`)."""
+        """Return the facts (`Value`) about an expression."""
         if node in self.batches:
             return BATCH
         if isinstance(node, cst.Name):
@@ -801,7 +801,7 @@ class RankValues:
         return replace(value, number=isinstance(node, cst.FormattedString))
 
     def _of_operation(self, node: cst.BinaryOperation) -> Value:
-        """Return what is known about the result of an arithmetic operation (its `Value`).
+        """Return the facts (`Value`) about the result of an arithmetic operation.
 
         Operands that must be computed from the whole batch are combined over ranks.
         """
@@ -818,8 +818,9 @@ class RankValues:
         return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
 
     def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
-        """If `node` is a mean, sum or count of a rank's samples, edit it to combine those of all ranks. Return what is
-        known about the edited expression.
+        """Edit a mean, sum or count of a rank's samples, if `node` is one, so that it is combined over all ranks.
+
+        Return the facts about the edited expression.
         """
         if value.over not in REDUCED | {Over.COUNT}:
             return value
@@ -827,7 +828,7 @@ class RankValues:
         return replace(value, over=Over.WHOLE)
 
     def _any(self, *values: Value) -> Value:
-        """Return what is known about a result that is computed from these values in an unknown way."""
+        """Return the facts about a result that is computed from these values in an unknown way."""
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
@@ -884,7 +885,7 @@ class RankValues:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _of_call(self, call: cst.Call) -> Value:
-        """Return what is known about the result of a call (its `Value`)."""
+        """Return the facts (`Value`) about the result of a call."""
         if call in self._training.reads:
             return BATCH
         name = called_attribute(call) or (call.func.value if isinstance(call.func, cst.Name) else "")
@@ -917,11 +918,11 @@ class RankValues:
             return self._shown(call, name, values)
         if name in ABOUT:
             return ALL
-        # `zip(*rows)` transposes `rows`, so the same is known about the result as about `rows`.
+        # `zip(*rows)` transposes `rows`, so that the facts about `rows` hold for the result, too.
         if name == "zip" and len(values) == 1 and call.args[0].star:
             return values[0]
         if name == "len" and values and values[0].over in REDUCED:
-            return ALL  # equal on all ranks: a list of means or sums has one element per batch
+            return ALL  # Equal on all ranks: a list of means or sums has one element per batch.
         if name == "len" and values:
             return _at(replace(values[0], over=Over.SHAPE, sure=values[0].over in EACH), 0) if values[0].own else ALL
         if name in ("float", "int", "round") and self._source.is_builtin(full):
@@ -932,7 +933,7 @@ class RankValues:
             return Value(over=Over.ROWS, dims=2)
         if self._is_tensor_type(call.func) and values:
             return Value(over=Over.ROWS, dims=2) if _has_batch_size(values) else values[0]
-        if full == "torch.autograd.Variable" and values:  # returns its argument, a tensor, since PyTorch 0.4
+        if full == "torch.autograd.Variable" and values:  # It returns its argument, a tensor, since PyTorch 0.4.
             return values[0]
         if full == "torch.autograd.grad":
             return self._of_slopes(call)
@@ -952,8 +953,8 @@ class RankValues:
             kinds = {value.over for value in values if value.own and not value.items}
             over = Over.ROWS if kinds <= EACH else Over.PART
             return Value(over=over, dims=2) if kinds and (kinds <= EACH or kinds == {Over.PART}) else OWN
-        # Combine the Python numbers among the arguments over ranks before this call. The called function may use them
-        # where no tensor of the batch is left to combine.
+        # Combine the Python numbers among the arguments over ranks before this call. In the called function, no tensor
+        # of the batch may be left to combine.
         if any(value.number and value.over is not Over.COUNT for value in values):
             pairs = zip(call.args, values, strict=True)
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
@@ -975,8 +976,9 @@ class RankValues:
         return all(TENSOR_TYPE.fullmatch(self._source.full_name(part)) for part in types)
 
     def _of_slopes(self, call: cst.Call) -> Value:
-        """Return what is known about the result of `torch.autograd.grad`: gradients of inputs, one per sample, or
-        gradients of parameters.
+        """Return the facts about the result of `torch.autograd.grad`.
+
+        They are gradients of inputs, one per sample, or gradients of parameters.
         """
         outputs, inputs = argument(call, "outputs", 0), argument(call, "inputs", 1)
         if outputs is None or inputs is None:
@@ -1005,13 +1007,11 @@ class RankValues:
         return bool(made) or in_module or self._source.code(call.func) in self._models
 
     def _of_method(self, call: cst.Call, name: str, base: Value) -> Value:
-        """Return what is known about the result of calling the method `name` on an object that
-        differs between ranks.
-        """
-        # On a dictionary that differs between ranks, these methods return something that differs, too.
+        """Return the facts about the result of calling the method `name` on an object that differs between ranks."""
+        # The result of these methods differs if the dictionary differs between ranks.
         if name in ("items", "values", "get", "keys"):
             return base
-        if name in ("format", "append", "extend"):  # methods of strings and lists, which tensors do not have
+        if name in ("format", "append", "extend"):  # Methods of strings and lists, which tensors do not have.
             return self._shown(call, name, [self._value(arg.value) for arg in call.args])
         if name in ("item", "tolist", "numpy"):
             return replace(base, number=True, items=())
@@ -1031,8 +1031,9 @@ class RankValues:
     def _of_tensors(
         self, call: cst.Call, name: str, given: list[cst.BaseExpression], args: Sequence[cst.Arg]
     ) -> Value | None:
-        """Return what is known about the result of a torch function or method. Its first argument is the tensor. None
-        if the function is unknown.
+        """Return the facts about the result of a torch function or method, whose first argument is the tensor.
+
+        None if the function is unknown.
         """
         value = self._value(given[0])
         if isinstance(given[0], cst.ListComp | cst.GeneratorExp) and name in ("stack", "cat", "array", "tensor"):
@@ -1095,8 +1096,9 @@ class RankValues:
         return None
 
     def _elementwise(self, given: Sequence[cst.BaseExpression]) -> Value:
-        """Return what is known about an element-wise function of `given`. Means and sums in `given` are first combined
-        over ranks.
+        """Return the facts about an element-wise function of `given`.
+
+        Means and sums in `given` are first combined over ranks.
         """
         values = [self._value(node) for node in given]
         kinds = {value.over for value in values if value.own}
@@ -1112,7 +1114,7 @@ class RankValues:
     def _of_reduction(
         self, call: cst.Call, name: str, value: Value, given: list[cst.BaseExpression], axis: cst.BaseExpression | None
     ) -> Value:
-        """Return what is known about the result of `mean()` or `sum()`, over the samples or along other axes."""
+        """Return the facts about the result of `mean()` or `sum()`, over the samples or along other axes."""
         over = Over.MEAN if name == "mean" else Over.SUM
         if value.over in REDUCED:
             return value
@@ -1129,8 +1131,9 @@ class RankValues:
         return Value(over=over, sure=value.sure and followed)
 
     def _axes(self, node: cst.BaseExpression, dims: int) -> tuple[int, ...]:
-        """Return the axes of a tensor that an expression names, such as 1 or (1, 2). Return () if one of them is the
-        axis of the samples.
+        """Return the axes of a tensor that an expression names, such as 1 or (1, 2).
+
+        Return () if the axis of the samples is among them.
         """
         text = self._source.code(node).strip("()[]").rstrip(",").replace(" ", "")
         try:
@@ -1140,8 +1143,9 @@ class RankValues:
         return axes if all(axis > 0 or -dims < axis < 0 for axis in axes) else ()
 
     def _of_loss(self, call: cst.Call, full: str, name: str) -> Value | None:
-        """Return what is known about the result of a loss. It is a mean over samples unless the call specifies another
-        reduction.
+        """Return the facts about the result of a loss.
+
+        It is a mean over samples unless the call specifies another reduction.
         """
         made = self._flows.holds(call.func, TrackedKind.LOSS)
         is_torchs = full.startswith("torch.nn.functional.") and (
@@ -1182,7 +1186,7 @@ class RankValues:
         return "mean" if given is None else self._source.code(given).strip("\"'")
 
     def _of_own_function(self, call: cst.Call, functions: list[cst.FunctionDef], values: list[Value]) -> Value:
-        """Return what is known about the result of a function that the script defines.
+        """Return the facts about the result of a function that the script defines.
 
         The abstract interpreter runs the function's body, unless all arguments are plain numbers.
         """
@@ -1229,7 +1233,7 @@ def _has_batch_size(values: Sequence[Value]) -> bool:
 
 
 def _element(value: Value) -> Value:
-    """Return what is known about the elements that a loop over `value` yields."""
+    """Return the facts about the elements that a loop over `value` yields."""
     if value.items:
         return all_alike(value.items)
     one_sample = value.over in EACH | {Over.PART} and not value.container
@@ -1237,8 +1241,9 @@ def _element(value: Value) -> Value:
 
 
 def _at(value: Value, position: int) -> Value:
-    """Return what is known about the element `position` of a tuple. If the tuple is a tensor's shape, element 0 is the
-    number of samples.
+    """Return the facts about the element `position` of a tuple.
+
+    In a tensor's shape, element 0 is the number of samples.
     """
     if value.over is not Over.SHAPE:
         return replace(value, items=(), container=False)
@@ -1248,8 +1253,9 @@ def _at(value: Value, position: int) -> Value:
 
 
 def _multiplied(left: Value, right: Value) -> Value:
-    """Return what is known about a matrix product. Samples stay separate unless the product sums over the axis of the
-    samples.
+    """Return the facts about a matrix product.
+
+    Samples stay separate unless the product sums over the axis of the samples.
     """
     if not left.own and not right.own:
         return combined(cst.Multiply(), left, right)
@@ -1268,7 +1274,7 @@ def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
 
 def _parts(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """Return the direct sub-expressions of a node."""
-    # Skips the name after the dot (attribute) or before the `=` (argument).
+    # Skip the name after the dot (attribute) or before the `=` (argument).
     if isinstance(node, cst.Attribute | cst.Arg):
         return [node.value]
     found: list[cst.BaseExpression] = []

@@ -1,6 +1,4 @@
-"""The script that is translated: its syntax tree, edits of it, and where its models, optimizers and data loaders are
-used.
-"""
+"""The script that is translated: its syntax tree and edits, and uses of its models, optimizers and data loaders."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ class Source:
         return self.module.code_for_node(node).strip()
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
-        """Yield the nodes of type `kind` in `within` (None: in the whole script), in text order."""
+        """Yield the nodes of type `kind` in `within` (None = in the whole script), in text order."""
         for node in self._nodes if within is None else walk(within):
             if isinstance(node, kind):
                 yield node
@@ -93,7 +91,7 @@ class Source:
         for there in (node, *self.above(node)):
             if isinstance(there, cst.BaseStatement) and not isinstance(
                 self.parent(there), cst.If
-            ):  # skips an `elif`, which libcst represents as an If inside an If
+            ):  # Skip an `elif`, which libcst represents as an If inside an If.
                 return there
         raise AssertionError(
             f"the translator found a {type(node).__name__} node outside of all statements of the script; please report "
@@ -107,7 +105,7 @@ class Source:
     # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def function_of(self, node: cst.CSTNode) -> str:
-        """Return the name of the function that contains a node, as "f", "C.f" or "f.g". "" if no function does."""
+        """Return the name of the function that contains a node, such as "f", "C.f" or "f.g"; "" if no function does."""
         return next((self.name_of(there) for there in self.above(node) if isinstance(there, cst.FunctionDef)), "")
 
     def name_of(self, node: cst.FunctionDef | cst.ClassDef) -> str:
@@ -116,7 +114,7 @@ class Source:
         return ".".join([*reversed(around), node.name.value])
 
     def class_of(self, node: cst.CSTNode) -> str:
-        """Return the name of the class whose method contains a node. "" if no method does."""
+        """Return the name of the class whose method contains a node; "" outside of methods."""
         return next((there.name.value for there in self.above(node) if isinstance(there, cst.ClassDef)), "")
 
     def symbol(self, node: cst.BaseExpression) -> Symbol | None:
@@ -212,7 +210,7 @@ class Source:
 
 
 class _Apart(cst.CSTTransformer):
-    """Moves statements to separate lines: `a; b` becomes two lines, `if x: a` a block."""
+    """Transformer that moves statements to separate lines: `a; b` becomes two lines, `if x: a` a block."""
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -270,8 +268,8 @@ def undefined_names(text: str) -> set[str]:
 
 
 def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
-    """Return the names that a statement reads when it runs, and those that it binds. Names in function bodies do not
-    count.
+    """Return the names that a statement reads when it runs, and the names that it binds. Names in function bodies do
+    not count.
     """
     if isinstance(node, ast.Name):
         return ({node.id}, set()) if isinstance(node.ctx, ast.Load) else (set(), {node.id})
@@ -294,7 +292,7 @@ def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
 
 
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-"""Types of syntax nodes that bind a name, which is their attribute `name`."""
+"""Types of syntax nodes that bind the name in their attribute `name`."""
 
 MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
@@ -355,7 +353,7 @@ Change = Callable[[cst.BaseExpression], cst.BaseExpression]
 
 
 class Edits:
-    """Collects the changes that translate a script, until `applied` makes them.
+    """Collection of the changes that translate a script. `applied` makes them.
 
     Attributes:
         notes: notes for the user, as (line, text). Line 0 stands for the whole script.
@@ -390,7 +388,7 @@ class Edits:
             self.change(node, lambda it: cst.helpers.parse_template_expression(template, it=it))
 
     def changes_in(self, node: cst.CSTNode) -> bool:
-        """Return whether a recorded edit changes an expression or a part of it."""
+        """Return whether a recorded edit changes an expression or a part of the expression."""
         return node in self._changes or any(self.changes_in(child) for child in node.children)
 
     def touches(self, node: cst.CSTNode) -> bool:
@@ -493,14 +491,14 @@ def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
 PASSED_ON = {
     "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
 }  # fmt: skip
-"""Names of functions, without their module, whose result yields the elements of their argument,
-such as `tqdm(loader)`.
+"""Names of functions, without their module, that return an iterable of their argument's elements, such as
+`tqdm(loader)`.
 """
 
 SAME_OBJECT = {
     "to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_",
 }  # fmt: skip
-"""Names of methods that return the object on which they are called, such as `to` of a model."""
+"""Names of methods that return their own object, such as `to` of a model."""
 
 
 class TrackedKind(Enum):
@@ -546,9 +544,7 @@ _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.GeneratorExp: ("elt",),
     cst.DictComp: ("value",),
 }
-"""For types of expressions, the attributes that contain the sub-expressions from which the expression gets its value
-or its elements.
-"""
+"""{type of expression: attributes with the sub-expressions from which the expression gets its value or its elements}"""
 
 Key = TypeVar("Key")
 
@@ -557,11 +553,10 @@ NOTHING: Values = frozenset()
 
 
 class Flows:
-    """Data flow analysis: which tracked objects (models, optimizers, data loaders) each name and expression of a script
-    may hold.
+    """Data flow analysis of the tracked objects (models, optimizers, data loaders) that names and expressions may hold.
 
     Attributes:
-        sites: sites (calls that create a tracked object), by call node.
+        sites: {node of a call that creates a tracked object: its `Site`}.
         relays: loops over a data loader in generators that yield its batches.
     """
 
@@ -609,7 +604,10 @@ class Flows:
         return self._union(self.values(getattr(node, part)) for part in _MAY_BE.get(type(node), ()))
 
     def callees(self, call: cst.Call) -> list[cst.FunctionDef]:
-        """Return the functions of this script that a call may enter. For a call of a module, its `forward`."""
+        """Return the functions of this script that a call may enter.
+
+        For a call of a module, it is the module's `forward`.
+        """
         source, func = self.source, call.func
         if isinstance(func, cst.Name):
             if func.value in source.classes:
@@ -617,7 +615,7 @@ class Flows:
                 return [] if init is None else [init]
             scopes = source.function_of(call).split(".")
             around = [".".join([*scopes[:depth], func.value]) for depth in range(len(scopes), 0, -1)]
-            for name in (*around, func.value):  # looks the name up in the innermost scope first
+            for name in (*around, func.value):  # Look the name up in the innermost scope first.
                 if name in source.functions:
                     return [source.functions[name]]
         elif isinstance(func, cst.Attribute):
@@ -681,7 +679,7 @@ class Flows:
                     self._add(self._held, (scope, name), self.values(value))
 
     def _relay(self, node: cst.Yield) -> None:
-        """If a generator yields the batches of a loader, record that calls of the generator return the loader."""
+        """Record that calls of a generator return a loader, if the generator yields the loader's batches."""
         function = self.source.function_of(node)
         for there in self.source.above(node):
             if isinstance(there, cst.FunctionDef):
@@ -703,8 +701,8 @@ class Flows:
         self._put(target, self.values(value))
 
     def _at(self, value: cst.BaseExpression, position: int) -> Values:
-        """Return the calls (sites) that may have created the object at `position` in the tuple `value`. Only calls that
-        create tracked objects, such as models, count.
+        """Return the calls (sites) that may have created the tracked object, such as a model, at `position` in the
+        tuple `value`.
         """
         if isinstance(value, cst.Call) and (functions := self.callees(value)):
             return self._union(
@@ -730,8 +728,9 @@ class Flows:
             self._add(self._returned_at, (function, position), self.values(element.value))
 
     def _add(self, table: dict[Key, Values], key: Key, values: Values) -> None:
-        """Add `values`, calls that create tracked objects, to the entry `key` of a table. If the entry lacked one of
-        them, the analysis makes another pass over the script.
+        """Add `values`, calls that create tracked objects, to the entry `key` of a table.
+
+        If one of them is new in the entry, the analysis makes another pass over the script.
         """
         known = table.get(key, NOTHING)
         if not values <= known:

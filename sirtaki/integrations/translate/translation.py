@@ -54,7 +54,7 @@ def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: s
 
 
 def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str]) -> None:
-    """Insert Sirtaki's imports after the script's imports, and `lines` before the first code that does something."""
+    """Insert Sirtaki's imports after the script's imports, and `lines` before the first code that trains or prints."""
     guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
     in_guard = isinstance(guard, cst.If) and not _does_something(source, guard)
     last = _last_import(source, edits, "" if in_guard else "\n".join(lines))
@@ -71,7 +71,7 @@ def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str
 def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
     """Return the statement after which imports are inserted: the last import before functions, classes and edited code.
 
-    If `lines` need a name that a later import binds, return that import. An import may be inside a `try`.
+    If `lines` need a name that a later import binds, it is that import. An import may be inside a `try`.
     """
     found: cst.BaseStatement | None = None
     for statement in (body := _until_first_change(source, edits)):
@@ -90,7 +90,7 @@ def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
 
 
 def _until_first_change(source: Source, edits: Edits) -> list[cst.BaseStatement]:
-    """Return the top-level statements before the first one that is edited or prints something. At least one."""
+    """Return the top-level statements before the first one that is edited or prints something; at least one."""
     body: list[cst.BaseStatement] = list(source.module.body)
     for index, statement in enumerate(body):
         if isinstance(statement, cst.FunctionDef | cst.ClassDef) or m.matches(statement, GUARD):
@@ -134,7 +134,7 @@ def _does_something(source: Source, guard: cst.If) -> bool:
 
 
 def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
-    """Edit the code that names GPUs, so that each rank uses its own GPU.
+    """Edit code that chooses a GPU, so that each rank uses its own GPU.
 
     Returns:
         Lines to insert at the beginning of the script.
@@ -184,7 +184,7 @@ READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "uns
 
 
 class Optimizers:
-    """Edits the code of a script that creates and uses optimizers, so that they average gradients over ranks."""
+    """Editor of the code that creates and uses optimizers, so that they average gradients over ranks."""
 
     def __init__(self, training: Training, edits: Edits, *, hvd: str, ranks: str) -> None:
         """Store the names `hvd` and `ranks` that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script.
@@ -200,8 +200,8 @@ class Optimizers:
         """Wrap all optimizers in `DistributedOptimizer`.
 
         Args:
-            losses: for each kind of loss (mean or sum over a batch) on which the script calls `backward()`, the number
-                of a line with such a call. The kind determines whether the optimizer averages or sums gradients.
+            losses: {kind of loss (mean or sum over a batch): number of a line that calls `backward()` on such a loss}.
+                The kind determines whether the optimizer averages or sums gradients.
         """
         options, counted = "", self._training.passes_are_counted()
         if not counted:
@@ -226,7 +226,7 @@ class Optimizers:
         if not models:
             self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        # Skips optimizers in a lambda or comprehension, into which no statement can be inserted.
+        # Skip optimizers in a lambda or comprehension, into which no statement can be inserted.
         if _binder(source, call) is not None:
             self.uses_ranks = True
             self._edits.wrap(call, f"{self._ranks}.distributed({{it}}, {', '.join(models)}{options})")
@@ -252,7 +252,7 @@ class Optimizers:
             self._edits.after(statement, *broadcasts, line)
 
     def _loops_around(self, model: cst.BaseExpression) -> str | None:
-        """Return, as code, the `for` clauses of the comprehension that binds the model's name.
+        """Return the code of the `for` clauses of the comprehension that binds the model's name.
 
         "" if no comprehension binds the name. None if a lambda binds it.
         """
@@ -262,8 +262,9 @@ class Optimizers:
         return self._source.code(binder.for_in) if isinstance(binder, cst.BaseComp) else None
 
     def _require_cleared(self) -> None:
-        """Refuse scripts that do not clear gradients after a step, because the next reduction would sum, over ranks,
-        gradients that are sums over ranks already.
+        """Refuse scripts that do not clear gradients after a step.
+
+        Their next reduction would sum gradients over ranks that are already sums over ranks.
         """
         clears = [call for call in self._source.all(cst.Call) if called_attribute(call) in ("zero_grad", "zero_")]
         by_hand = any(
@@ -301,11 +302,11 @@ class Optimizers:
                 yield from self._receivers(origin, seen)
 
     def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """Return `model` for `model.head`, because initial weights of all parts of a model must be broadcast."""
+        """Return `model` for `model.head`: initial weights of all parts of a model must be broadcast."""
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
             made = self._flows.holds(node.value, TrackedKind.INSTANCE)
             if made and not any(self._source.derives(site.name, "Module") for site in made):
-                break  # stop here: an object that is no Module has no weights of its own
+                break  # Stop here, because an object that is no Module has no weights of its own.
             node = node.value
         return node
 
@@ -331,7 +332,7 @@ class Optimizers:
         steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
-                continue  # The step's argument is a closure, after which the optimizer itself reduces gradients.
+                continue  # The step's argument is a closure. The optimizer itself reduces gradients after the closure.
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))
@@ -359,8 +360,10 @@ class Optimizers:
                 self._edits.note(node, f"`{self._source.code(node)}` is each rank's own until a step is made")
 
     def _for_each(self, call: cst.Call, place: cst.BaseStatement, line: str) -> str:
-        """Return code to insert at `place`: `line`, inside copies of loops around `call`. These are the loops that bind
-        the optimizer's name and do not contain `place`.
+        """Return code to insert at `place`: `line`, inside copies of the loops around `call` that bind the optimizer's
+        name.
+
+        Loops that contain `place` are not copied.
         """
         names = {node.value for node in self._source.all(cst.Name, call)}
         for there in self._source.above(call):
@@ -393,7 +396,7 @@ class Optimizers:
         return found
 
     def _in_front_of(self, read: cst.CSTNode, step: cst.BaseStatement) -> cst.BaseStatement:
-        """Return the statement before which gradients must be reduced, so that `read` sees reduced gradients.
+        """Return the statement before which gradients must be reduced, because `read` reads them.
 
         The statement is the outermost branch or loop that contains `read`, but not `step`.
         """
@@ -405,7 +408,7 @@ class Optimizers:
         return here
 
     def _reads(self, part: cst.CSTNode, within: tuple[cst.FunctionDef, ...] = ()) -> list[cst.CSTNode]:
-        """Return the nodes in `part`, or functions it calls, that read gradients after the last backward pass."""
+        """Return the nodes in `part`, or in functions it calls, that read gradients after the last backward pass."""
         found: list[cst.CSTNode] = []
         for node in walk(part):
             if isinstance(node, cst.Call):
@@ -428,9 +431,7 @@ class Optimizers:
 
 
 def _binder(source: Source, node: cst.BaseExpression) -> cst.BaseComp | cst.Lambda | None:
-    """Return the comprehension or lambda around an expression that binds a name in the expression. None if there is no
-    such code.
-    """
+    """Return the comprehension or lambda around an expression that binds a name in it; None if there is none."""
     names, statement = {name.value for name in source.all(cst.Name, node)}, source.statement(node)
     for there in source.above(node):
         if there is statement:
@@ -476,7 +477,7 @@ READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
 
 
 class Output:
-    """Makes the edits by which only rank 0 prints and writes files."""
+    """Editor of the code that prints and writes files, so that only rank 0 does this."""
 
     def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
         """Prepare to edit a script.
@@ -544,7 +545,7 @@ class Output:
         receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
         if (
             isinstance(receiver, cst.Name) and receiver.value in self._source.imported
-        ):  # excludes a module's function, such as gzip.open
+        ):  # Exclude a module's function, such as gzip.open.
             receiver = None
         mode = argument(call, "mode", 1 if receiver is None else 0)
         text = "" if mode is None else self._source.code(mode).strip("\"'")
@@ -585,8 +586,9 @@ FRAMEWORKS = {
     "catalyst": "Catalyst",
 }
 INNER_LOOPS = {"higher", "learn2learn", "torchopt", "torchmeta"}
-"""Packages for meta-learning, with which scripts cannot be translated. Their inner loops train a copy of a model on the
-data of one rank.
+"""Packages for meta-learning.
+
+Scripts with them cannot be translated, because their inner loops train a copy of a model on the data of one rank.
 """
 
 FUNCTIONAL = ("torch.func.", "functorch.", "torch.autograd.functional.")
@@ -595,7 +597,7 @@ CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime
 
 
 def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
-    """Record, in `edits`, the code of a script that cannot be translated."""
+    """Record, in `edits`, the code of a script that cannot be translated, with the reasons."""
     source = training.source
     for name, title in FRAMEWORKS.items():
         if source.imports(name):
@@ -625,9 +627,7 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
 
 
 def _look_for_unknown_steps(training: Training, edits: Edits) -> None:
-    """Refuse steps of optimizers whose creation is not found in the script, because their gradients would not be
-    reduced.
-    """
+    """Refuse steps of an optimizer that the script creates in an unknown place: its gradients would not be reduced."""
     source, known = training.source, {call for call, _ in training.steps()}
     clears = {
         source.code(call.func.value)
@@ -728,7 +728,7 @@ SPLITS = {"split", "chunk", "array_split"}
 
 
 class HandCut:
-    """Divides data among the ranks in scripts that cut batches themselves, without a data loader."""
+    """Editor of scripts that cut batches themselves, without a data loader. It divides the data among the ranks."""
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
         """Store the name `ranks` that `sirtaki.torch.ranks` has in the script."""
@@ -737,8 +737,9 @@ class HandCut:
         self._functions = self._called_in_training()
 
     def divide(self, values: RankValues) -> None:
-        """Record the edits that divide the data among the ranks. Add the expressions that are then a rank's part of a
-        batch to `values`.
+        """Record the edits that divide the data among the ranks.
+
+        Add each expression that becomes a rank's part of a batch to `values`.
         """
         flows = self._training.flows
         read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, TrackedKind.LOADER)}
@@ -778,7 +779,7 @@ class HandCut:
         return any(self._training.trains(loop) for loop in around)
 
     def _called_in_training(self) -> set[str]:
-        """Return the functions that training loops call, or that contain training loops."""
+        """Return the functions that training loops call, and the functions that contain training loops."""
         found: set[str] = set()
         loops = [
             loop
@@ -805,7 +806,7 @@ class HandCut:
                 yield node
 
     def _stepped(self, node: cst.CSTNode) -> set[str]:
-        """Return the variables of the loops around a node, and the variables computed from them in these loops."""
+        """Return the variables of the loops around a node, and the variables that these loops compute from them."""
         names: set[str] = set()
         for there in self._source.above(node):
             if isinstance(there, cst.FunctionDef):
@@ -850,7 +851,7 @@ class HandCut:
                     yield loop
 
     def _whole_sets(self) -> Iterator[cst.Name]:
-        """Yield the names of data that each iteration uses as a whole, as one batch.
+        """Yield the names of data that each iteration uses whole, as one batch.
 
         The script assigns such data outside the training loop, and passes them to a model or a loss inside the loop.
         """
@@ -869,7 +870,7 @@ class HandCut:
                 yield name
 
     def _whole_arguments(self) -> Iterator[cst.Name]:
-        """Yield arguments of models, and first two arguments of losses, that are not created in the training loop."""
+        """Yield arguments of models, and first two arguments of losses, that the training loop does not create."""
         models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -890,7 +891,7 @@ class HandCut:
                 if data is not None and data.value not in self._source.imported and not self._made_around(data):
                     into.append(data)
         if to_losses and not to_models:
-            return  # Yield nothing: if no model gets the whole data, the loss does not get all targets either.
+            return  # Yield nothing: if no model gets the whole data, no loss gets all targets.
         yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
@@ -943,9 +944,7 @@ CALLS = {
     "barrier": "barrier",
     "destroy_process_group": "shutdown",
 }
-"""Names of functions of torch.distributed, and of the functions of Sirtaki that a translated script calls instead,
-without the arguments.
-"""
+"""{function of torch.distributed: function of Sirtaki that a translated script calls instead, without the arguments}"""
 
 OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 VARIABLES = {
@@ -955,15 +954,13 @@ VARIABLES = {
     "LOCAL_WORLD_SIZE": "local_size",
 }
 PLACES = (("num_replicas", "size"), ("rank", "rank"))
-"""Arguments of DistributedSampler that describe the ranks, and the functions of `sirtaki.torch` that return their
-values.
-"""
+"""{argument of DistributedSampler that describes the ranks: function of `sirtaki.torch` that returns its value}"""
 
 PACKAGE = "torch.distributed."
 
 
 class FromDdp:
-    """Translates one script that uses DistributedDataParallel."""
+    """Translator of one script that uses DistributedDataParallel."""
 
     def __init__(self, source: Source, edits: Edits) -> None:
         self._source, self._edits, self._hvd = source, edits, free_name(source, "hvd")
@@ -1189,10 +1186,10 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """Insert code before `relay`, so that each pass over the data has its own random order. `relay` is a loop over a
-    data loader, in a generator that repeats the data endlessly.
+    """Insert code before `relay`, so that each pass over the data has its own random order.
 
-    Insert nothing in other generators, because there the loop that consumes the generator begins each pass.
+    `relay` is a loop over a data loader, in a generator that repeats the data endlessly. In other generators, nothing
+    is inserted: each pass begins in the loop that consumes the generator.
     """
     source = training.source
     if not any(isinstance(there, cst.While) for there in source.above(relay)):
@@ -1205,8 +1202,9 @@ def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
 
 
 def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
-    """Insert code that adds up, over all ranks, the sums that an evaluation loop computes. Does nothing for loops that
-    train.
+    """Insert code that sums, over all ranks, the sums that an evaluation loop computes.
+
+    Does nothing for loops that train.
     """
     source = training.source
     if not isinstance(loop, cst.For):
@@ -1231,9 +1229,9 @@ def _refuse_batch_size(training: Training, edits: Edits, size: cst.BaseExpressio
 
 
 def _seeds(source: Source, ranks: str) -> list[str]:
-    """Return code lines that set the same seed on all ranks. Return no lines if the script sets a seed itself.
+    """Return code lines that set the same seed on all ranks; no lines if the script sets a seed itself.
 
-    Ranks need equal seeds to divide the data, and to initialise weights, in the same way.
+    Ranks need equal seeds to divide the data and to initialise weights in the same way.
     """
     lines = []
     names = {source.full_name(call.func) for call in source.all(cst.Call)}

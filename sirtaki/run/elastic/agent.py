@@ -67,20 +67,22 @@ process).
 """
 
 DRIVER_SILENT_S = 60.0
-"""Seconds without a message after which an agent (process that starts ranks on a host) looks for another driver
-(launcher process). Long, because Ctrl-Z may stop the driver for a while.
+"""Seconds without a message after which an agent (process that starts ranks on a host) looks for another driver.
+
+The driver is the launcher process. The limit is long, because Ctrl-Z may stop the driver for a while.
 """
 
 DRIVER_WANTED_S = 30.0
-"""Seconds without a message after which an agent (process that starts ranks on a host) looks for another driver
-(launcher process) while ranks wait for an elastic restart. Shorter than otherwise, because the driver's host may be
-lost together with some ranks.
+"""Seconds without a message after which an agent looks for another driver while ranks wait for an elastic restart.
+
+An agent is a process that starts the ranks of a host. The driver is the launcher process. The limit is short, because
+the driver's host may be lost together with some ranks.
 """
 
 LEAVE_GRACE_S = 30.0
-"""Seconds between SIGTERM and SIGKILL, instead of `KILL_GRACE_S`, for ranks that write a checkpoint after SIGTERM.
+"""Seconds between SIGTERM and SIGKILL for ranks that write a checkpoint after SIGTERM.
 
-Such ranks continue to train until their next commit, at which they write the checkpoint.
+Such ranks train until their next commit, at which they write the checkpoint. For other ranks, `KILL_GRACE_S` applies.
 """
 
 
@@ -88,7 +90,7 @@ def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
     """Return how many seconds ranks may take to end.
 
     Args:
-        number: signal that ends the job. None if no signal does.
+        number: signal that ends the job. None if no signal ends it.
         environ: environment of the ranks, which determines whether ranks write checkpoints.
     """
     writes = number == signal.SIGTERM and environ.get("SIRTAKI_CHECKPOINT_DIR")
@@ -122,7 +124,7 @@ class AgentActions(Protocol):
     def kill(self, worker: int) -> None:
         """Kill the rank whose process has the number `worker`.
 
-        `AgentRules.rank_ended` is called for killed ranks, too.
+        `AgentRules.rank_ended` is then called as for any rank.
         """
         ...
 
@@ -166,7 +168,7 @@ class AgentRules:
         up = RegisterAgent(
             host=self._host,
             places=places,
-            # Copy the records of ranks, because they may change before the message is sent.
+            # Copy the records of ranks: they may change before the message is sent.
             ranks=[*map(replace, self.ranks.values())],
             patience_s=self._patience_s,
             generation=self._generation,
@@ -197,8 +199,8 @@ class AgentRules:
             if now_s >= at_s:
                 self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
-            # Restart the time limit of the driver (launcher process) after a long gap, in which this process was
-            # stopped or the machine was suspended.
+            # Restart the driver's (launcher process's) time limit after a long gap, in which this process was stopped
+            # or the machine was suspended.
             self._heard_s = now_s
         self._looked_s = now_s
         if now_s - self._beat_s > BEAT_S:
@@ -253,7 +255,7 @@ class AgentRules:
         match message:
             case Join(member=member):
                 there.phase, there.has_state, there.member = ProcessPhase.WAITING, member.has_state, member
-                if self.ends:  # Tell the rank to exit, because the job ends.
+                if self.ends:  # Tell the rank to exit: the job ends.
                     self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)
@@ -271,17 +273,19 @@ class AgentRules:
 # ── how agents find a driver ──────────────────────────────────────────────────────────────────────────────────────────
 
 CONNECT_S = 20.0
-"""Seconds for which an agent (process that starts ranks on a host) tries to connect to a running or starting driver
-(launcher process).
+"""Seconds for which an agent (process that starts ranks on a host) tries to connect to a driver that runs or starts.
+
+The driver is the launcher process.
 """
 
 CANDIDATE_S = 6.0
-"""Seconds for which an agent (process that starts ranks on a host) tries to reach another agent, which may have started
-a new driver (launcher process).
+"""Seconds for which an agent (process that starts ranks on a host) tries to reach another agent.
+
+The other agent may have started a new driver (launcher process).
 """
 
 DRIVER = 0
-"""Id of the driver (launcher process) when processes of a job authenticate. Ids of agents start at 1."""
+"""Id of the driver (launcher process) in the authentication of a job's processes. Ids of agents start at 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,15 +444,17 @@ def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[AgentAd
 
 
 def expected_by_successor(agents: Agents, own: int) -> tuple[int, ...]:
-    """Return the ids of agents that connect if agent `own` starts a new driver (launcher process): `own` and all higher
-    ids.
+    """Return the ids of the agents that connect if agent `own` starts a new driver (launcher process).
+
+    They are `own` and all higher ids.
     """
     return tuple(number for number, _ in agents if number >= own)
 
 
 class Succession:
-    """Finds a new driver (launcher process) for an agent after the driver was lost. Starts one when it is this agent's
-    turn.
+    """Search for a new driver (launcher process) after an agent has lost its driver.
+
+    When it is this agent's turn, the agent starts a new driver itself.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -496,8 +502,8 @@ class Succession:
 
     def _start_driver(self, agents: Agents) -> None:
         if self._driver is not None and self._driver.poll() is None:
-            # Do not start a second driver (launcher process), because the driver that this agent started before still
-            # runs. That driver gave this agent up while the agent was stopped.
+            # Start no second driver (launcher process): the driver that this agent started still runs. It gave up this
+            # agent, because the agent was stopped for a while.
             return
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
@@ -514,7 +520,7 @@ class Succession:
             start_new_session=True,
             pass_fds=descriptors,
         )
-        assert self._driver.stdin is not None  # never None, because standard input is a pipe
+        assert self._driver.stdin is not None  # This is never None, because standard input is a pipe.
         with contextlib.suppress(OSError), self._driver.stdin as stdin:
             stdin.write(msgspec.json.encode(inheritance))
 
@@ -568,7 +574,7 @@ class RankProcess:
         self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
-        assert self._process.stdout is not None  # never None, because stdout and stderr are pipes
+        assert self._process.stdout is not None  # This is never None, because stdout and stderr are pipes.
         assert self._process.stderr is not None
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._pumps = [
@@ -616,14 +622,14 @@ class RankProcess:
                 if line and not line.endswith(b"\n"):
                     line += UNFINISHED
                 rest = memoryview(head + line if line else b"")
-                # ignores write errors, because they mean that the launcher, which reads the output, has exited
+                # Ignore write errors: the launcher, which reads the output, has exited.
                 with _writing, contextlib.suppress(OSError):
                     while rest:
                         rest = rest[os.write(sink, rest) :]
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        """Store the failure reason in a message that the rank has printed for the launcher, and add the number of its
-        process to the message.
+        """Store the failure reason in a message from the rank to the launcher, and add the number of the rank's
+        process.
         """
         message = ChannelLine.decode(found)
         if message.event is RankEvent.FAILED:
@@ -632,8 +638,9 @@ class RankProcess:
 
 
 ALONE_S = 3.0
-"""Seconds for which an agent (process that starts ranks) may still try to connect to the driver (launcher process)
-after the agent's standard input was closed.
+"""Seconds for which an agent may still try to connect to the driver after its standard input was closed.
+
+An agent is a process that starts ranks. The driver is the launcher process.
 """
 
 _POLL_S = 0.5
@@ -666,8 +673,8 @@ class Agent:
             signal.signal(
                 signal.SIGHUP,
                 signal.SIG_IGN,
-                # Ignore SIGHUP, which a lost ssh connection sends, because this agent then looks for another driver
-                # (launcher process).
+                # Ignore SIGHUP, which a lost ssh connection sends: this agent then looks for another driver (launcher
+                # process).
             )
         while not self._rules.ends or self._ranks:
             self._poll()
@@ -694,9 +701,7 @@ class Agent:
         self._end()
 
     def _write_to_file(self) -> None:
-        """Redirect output of this process and its ranks to a file, because the lost driver (launcher process) does not
-        read the output any more.
-        """
+        """Redirect the output of this process and its ranks to a file, because the lost driver no longer reads it."""
         with contextlib.suppress(OSError), open(f"sirtaki-{self._config.host}.log", "ab") as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
@@ -731,7 +736,7 @@ class Agent:
     def _receive_from_rank(self, rank: RankProcess) -> None:
         try:
             messages = rank.channel.receive()
-        except ConnectionError:  # raised if the rank has closed the socket or has died
+        except ConnectionError:  # The rank has closed the socket, or has died.
             rank.channel.close()
             return
         for message in messages:
@@ -764,7 +769,7 @@ class Agent:
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
-        except (OSError, AttributeError):  # ignored, because a sandbox may lack pidfd. The agent then polls for exits.
+        except (OSError, AttributeError):  # A sandbox may lack pidfd. Without it, the agent polls for exits.
             self._poll_s = _POLL_WITHOUT_PIDFD_S
 
     def ask_to_end(self, worker: int) -> None:
@@ -785,7 +790,7 @@ class Agent:
         self._driver.send(message)
 
     def _reap(self, rank: RankProcess) -> None:
-        self._receive_from_rank(rank)  # process the rank's last messages before its exit is reported
+        self._receive_from_rank(rank)  # Process the rank's last messages before its exit is reported.
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)
@@ -800,7 +805,7 @@ class Agent:
 def _leave_with_input(arrived: threading.Event) -> None:
     """End this agent process if its standard input is closed before the agent has connected to the driver.
 
-    The launcher, which is the driver, closes this input when it gives up the agent or exits.
+    The driver (launcher process) closes this input when it gives up the agent, or when it exits.
     """
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
@@ -811,8 +816,9 @@ def _leave_with_input(arrived: threading.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AgentRequirements:
-    """Part of an agent's configuration (`AgentConfig`) that every Sirtaki version can decode, to compare versions
-    before decoding the rest.
+    """Fields of an agent's configuration (`AgentConfig`) that every Sirtaki version can decode.
+
+    The agent compares versions before it decodes the other fields.
     """
 
     need: Need
@@ -823,7 +829,7 @@ def main() -> int:
     (launcher process) cannot be reached.
     """
     line = sys.stdin.buffer.readline()
-    # Check versions before the rest is decoded, because another version may use other fields.
+    # Check versions before decoding the rest, because another version may use other fields.
     if problem := problem_here(msgspec.json.decode(line, type=_AgentRequirements).need):
         print(f"{PROBLEM}{problem}", file=sys.stderr, flush=True)
         return 1

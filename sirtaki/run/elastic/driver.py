@@ -81,7 +81,7 @@ REMEMBERED_S = 120.0
 """Seconds for which a lost agent stays in the list of agents that the driver (launcher process) sends to all agents.
 
 An agent is a process that starts ranks. After a network split, the lost agent may have started another driver. If this
-driver must then end, its agents find the other driver by this list.
+driver must then end, its agents need the list to find the other driver.
 """
 
 
@@ -141,8 +141,8 @@ class AgentList:
     Attributes:
         agents: agents by host, without agents that were given up.
         expected: ids of agents that an earlier driver started and that have not connected to this driver yet.
-        adopts: True if the driver accepts agents that are not in `expected`, because the lost driver may have given
-            such an agent up by mistake.
+        adopts: True if the driver accepts agents that are not in `expected`. The lost driver may have given up such an
+            agent by mistake.
     """
 
     def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, shares: bool, now_s: float) -> None:
@@ -168,7 +168,7 @@ class AgentList:
         return list(self.agents)
 
     def next_number(self) -> int:
-        """Return an id for a new agent (process that starts ranks), unique in the job."""
+        """Return an unused id for a new agent (process that starts ranks)."""
         self._numbers += 1
         return self._numbers
 
@@ -184,7 +184,8 @@ class AgentList:
         return self.adopts or self.awaited(number) is not None
 
     def awaited(self, number: int) -> AgentRecord | None:
-        """Return the agent (process that starts ranks) with id `number` if it was started but has not connected yet.
+        """Return the agent (process that starts ranks) with id `number` if it was started and has not connected yet.
+
         Otherwise return None.
         """
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
@@ -245,8 +246,9 @@ class AgentList:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
 
     def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent has exited") -> Iterator[Lost]:
-        """Give up an agent (process that starts ranks) whose connection was closed, and yield a `Lost` event. Yields
-        nothing if the agent was given up before, or if the host of the agent is unknown.
+        """Give up an agent (process that starts ranks) whose connection was closed, and yield a `Lost` event.
+
+        Yield nothing if the agent was given up before, or if its host is unknown.
         """
         is_known = self.agents.get(agent.host) is agent
         self._release(agent)
@@ -262,8 +264,9 @@ class AgentList:
             self._release(agent)
 
     def _release(self, agent: AgentRecord) -> None:
-        """Close the connection to a lost agent without ordering it to end. The agent then finds another driver or
-        exits. After a network split, this driver (launcher process) may be the one that has to end.
+        """Close the connection to a lost agent without ordering it to end, so that it finds another driver or exits.
+
+        After a network split, it may be this driver (launcher process) that has to end.
         """
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
@@ -296,7 +299,7 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
                 "the value of --agent-command must contain {command}, as in 'kubectl exec -i {host} -- {command}', "
                 f"found {job.agent_command!r}"
             )
-        # Insert the command of the agent into the user's command. If `{command}` is a word by itself, replace it by the
+        # Insert the agent's command into the user's command. If `{command}` is a word by itself, replace it by the
         # words of the agent's command. Otherwise insert them as quoted text.
         words = [
             agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
@@ -304,8 +307,8 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
         ]
         return [*itertools.chain(*words)]
     if host in job.slurm_hosts:
-        # Options of srun: request all CPUs and environment variables, even if the site or the batch script limits them
-        # for single tasks.
+        # Options of srun that request all CPUs and environment variables, even if the site or the batch script limits
+        # them for single tasks.
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
         unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
         return ["srun", *place, *unbound, "--unbuffered", *agent]
@@ -394,7 +397,10 @@ class Switchboard(Generic[Speaker]):
 
 
 Pump = Callable[[str, Iterable[bytes]], None]
-"""Function that prints output lines as they arrive. Arguments: name of the stream ("stdout" or "stderr"), and lines."""
+"""Function that prints output lines as they arrive.
+
+Its arguments are the name of the stream ("stdout" or "stderr") and the lines.
+"""
 
 
 class StartedAgent(AgentRecord):
@@ -432,10 +438,10 @@ class StartedAgent(AgentRecord):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Run the command in its own session, so that Ctrl-C in the terminal reaches only the launcher.
+            # Run the command in a session of its own, so that Ctrl-C in the terminal reaches only the launcher.
             start_new_session=True,
         )
-        assert self._process.stdout is not None  # never None, because stdout and stderr are pipes
+        assert self._process.stdout is not None  # This is never None, because stdout and stderr are pipes.
         assert self._process.stderr is not None
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
@@ -444,7 +450,7 @@ class StartedAgent(AgentRecord):
         ]
         for thread in self._pumps:
             thread.start()
-        assert self._process.stdin is not None  # never None, because standard input is a pipe
+        assert self._process.stdin is not None  # This is never None, because standard input is a pipe.
         # Ignore a broken pipe, because `why_ended` reports that the command has ended.
         with contextlib.suppress(OSError):
             self._process.stdin.write(config)
@@ -457,7 +463,7 @@ class StartedAgent(AgentRecord):
     def _is_shown(self, line: bytes) -> bool:
         """Return whether to print a line that the agent's start command has written to standard error.
 
-        Lines that may explain why the agent does not start are stored for `why_ended` instead.
+        Lines that may explain why the agent does not start are not printed, but stored for `why_ended`.
         """
         text, problem = line.decode(errors="replace"), ""
         if self.channel is None and text.startswith(PROBLEM):
@@ -474,7 +480,7 @@ class StartedAgent(AgentRecord):
         """
         if (code := self._process.poll()) is None:
             return ""
-        self._pumps[1].join(1.0)  # waits for the last lines of standard error
+        self._pumps[1].join(1.0)  # Wait for the last lines of standard error.
         return self._problem or f"{self._program} ended with exit code {code}"
 
     def disconnect(self) -> None:
@@ -487,8 +493,9 @@ class StartedAgent(AgentRecord):
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """Wait up to `timeout_s` until the command that started the agent has ended and its output was printed. Then
-        kill the command if `kills`.
+        """Wait up to `timeout_s` until the agent's start command has ended and its output was printed.
+
+        Then kill it if `kills`.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, timeout_s))
@@ -584,12 +591,12 @@ class AgentCrew(AgentList):
         self.send_to(self.agents, EndAll(grace_s))
         for each in self.agents.values():
             if each.channel is None:
-                each.disconnect()  # closes the agent's standard input, which ends the agent
+                each.disconnect()  # Close the agent's standard input, which ends the agent.
         deadline_s = time.monotonic() + grace_s + 2.0
         for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
         for agent in self._leaving:
-            # Do not kill a lost agent. It may have found a new driver (launcher process) while this one was stopped or
+            # Kill no lost agent: it may have found a new driver (launcher process) while this one was stopped or
             # disconnected.
             agent.wait(
                 deadline_s - time.monotonic(), kills=not self._job.policy.has_successors or agent.channel is None
@@ -598,14 +605,13 @@ class AgentCrew(AgentList):
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
         """Store the connection of an agent (process that starts ranks) that has authenticated."""
-        # Accept an agent that an earlier driver (launcher process) started. Its host is unknown until its first
-        # message.
+        # Accept an agent of an earlier driver (launcher process). Its host is unknown until its first message.
         agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         agent.channel.watch(self._board.events, agent)
 
     def _receive(self, agent: AgentRecord) -> Iterator[AgentMessage | Lost]:
-        assert agent.channel is not None  # never None, because `poll` yields only agents with a channel
+        assert agent.channel is not None  # This is never None, because `poll` yields only agents with a channel.
         try:
             messages = agent.channel.receive()
         except ConnectionError:
@@ -713,9 +719,7 @@ def _hosts(script: str, text: str, slots: int) -> Hosts:
 
 
 class Discovery:
-    """Runs host discovery (the user's script that lists hosts) repeatedly in a thread, because one
-    run may take long.
-    """
+    """Thread that repeatedly runs host discovery (the user's script that lists hosts), because a run may take long."""
 
     def __init__(
         self, ask: Callable[[], Hosts], *, on_answer: Callable[[], None], interval_s: float = INTERVAL_S
@@ -734,7 +738,7 @@ class Discovery:
         self._thread.start()
 
     def take(self) -> Iterator[Hosts | LaunchError]:
-        """Yield the lists of hosts, and the errors of host discovery, that are new since the last call."""
+        """Yield the new lists of hosts and the new errors of host discovery since the last call."""
         while not self._answers.empty():
             yield self._answers.get()
 
@@ -750,15 +754,16 @@ class Discovery:
             except LaunchError as err:
                 answer = err
             found = str(answer) if isinstance(answer, LaunchError) else dict(answer)
-            if found != last:  # Report only changes, so that the same hosts, or the same error, are reported once.
+            if found != last:  # Report only changes: the same hosts, or the same error, are reported once.
                 last = found
                 self._answers.put(answer)
                 self._on_answer()
 
 
 class RunningCrew(Crew, Protocol):
-    """Interface to the agents, which start the ranks of each host, for a running driver. Agents are processes, or
-    objects that control Ray actors.
+    """Interface of a running driver to its agents, each of which starts the ranks of a host.
+
+    Agents are processes, or objects that control Ray actors.
     """
 
     def wake(self) -> None:
@@ -872,9 +877,9 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
 # ── a job from parsed options, and the successor of a lost driver ─────────────────────────────────────────────────────
 
 _LATER_S = 30.0
-"""Ranks wait for missing ranks this many seconds longer than the launcher.
+"""Seconds for which ranks wait longer for missing ranks than the launcher does.
 
-So the launcher gives up first. Only the launcher can name the missing ranks in its error message.
+The launcher must give up first, because only the launcher can name the missing ranks in its error message.
 """
 
 
@@ -905,8 +910,7 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
             consoles["stderr"].show_bar(message.reason)
 
     def say(line: str) -> None:
-        # Remove the progress bar, because the rank that drew it may have exited. A rank that still tunes draws it
-        # again.
+        # Remove the progress bar: the rank that drew it may have exited. A rank that still tunes draws it again.
         consoles["stderr"].show_bar("")
         consoles["stderr"].say(line)
 
@@ -973,7 +977,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         folder=str(output_folder(options.output_filename).resolve()) if options.output_filename else None,
     )
     if job.agent_command:
-        agent_words(job, "host")  # checks `--agent-command`; the result is not used
+        agent_words(job, "host")  # Check `--agent-command`. The result is not used.
     here = not script and all(is_child(job, host) for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"

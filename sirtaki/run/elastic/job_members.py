@@ -25,7 +25,7 @@ from sirtaki.measures import counted
 class ProcessPhase(Enum):
     """State of a rank's process, from its start to its end."""
 
-    STARTING = "starting"  # The process was started, and has not asked yet to take part in training.
+    STARTING = "starting"  # The process was started, and has not yet asked to take part in training.
     WAITING = "waiting"  # The process has asked to take part in the next generation (set of ranks that train together).
     MEMBER = "member"  # The process is a member of the current generation (set of ranks that train together).
     FINISHED = "finished"  # The process has completed its work.
@@ -61,7 +61,7 @@ class RankRecord:
 
     @property
     def label(self) -> str:
-        """Return the name of the process in messages to the user, with its rank, host and slot (place for a rank on the
+        """Return the name of the process for messages to the user: its rank, host and slot (place for a rank on the
         host).
         """
         who = "a new rank" if self.rank is None else f"rank {self.rank}"
@@ -73,8 +73,9 @@ class RankRecord:
 
 
 def seniority(worker: RankRecord) -> tuple[bool, int, int, int]:
-    """Return a sort key for processes: first those that hold the training state (such as weights), by newest generation
-    (set of members) and rank; then new ones by age.
+    """Return a sort key for processes, which sorts those that hold the training state (such as weights) first.
+
+    Processes with the state are sorted by newest generation (set of members) and rank, new ones by age.
     """
     return not worker.has_state, -worker.generation, 0 if worker.rank is None else worker.rank, worker.number
 
@@ -96,7 +97,7 @@ def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankReco
     first: dict[str, int] = {}
     for number, worker in enumerate(ordered):
         first.setdefault(worker.host, number)
-    # keeps the order within a host, because `sorted` is stable
+    # `sorted` is stable, so that the order within a host is kept.
     return sorted(ordered, key=lambda worker: first[worker.host])
 
 
@@ -128,12 +129,14 @@ class RankEnd:
 
 
 COOLDOWN_S = (30.0, 600.0)
-"""Default limits in seconds of the time for which a host is excluded after a failure. They apply if failed ranks are
-replaced on the same host."""
+"""Shortest and longest time in seconds for which a host is excluded after a failure, by default.
+
+They apply if failed ranks are replaced on the same host.
+"""
 
 
 class OnFailure(Enum):
-    """What the job does with the host after a rank on it has failed."""
+    """What the job does with a host after a rank on it has failed."""
 
     REPLACE_RANK = "replace-rank"
     DROP_HOST = "drop-host"
@@ -151,9 +154,9 @@ class Policy:
         reset_limit: maximum number of elastic restarts. None for no limit.
         on_failure: action after the failure of a rank.
         cooldown_s: shortest and longest time for which a failed host is excluded. None to exclude it permanently.
-        leave_s: seconds after which a rank is killed if it has not requested the next generation although another
-            member has, or if it has not ended after its dismissal. In the first case, a longer limit applies if a rank
-            has computed long without polling: twice that time, at most `timeout_s`.
+        leave_s: seconds after which a rank is killed if it has not ended after its dismissal, or has not requested the
+            next generation although another member has. In the second case, the limit is longer if a rank has computed
+            long without polling: twice that time, at most `timeout_s`.
         start_grace_s: seconds that the first generation still waits for starting ranks after enough ranks are ready.
         strikes: number of consecutive early failures of ranks on a host after which the host is excluded. A failure is
             early if the rank has trained for less than `settled_s`.
@@ -179,7 +182,10 @@ class Policy:
 
 
 LeftOut = dict[str, tuple[int, float | None]]
-"""For each excluded host, how often it was excluded, and the remaining seconds of its exclusion (None: permanent)."""
+"""Excluded hosts: {host: (how often it was excluded, remaining seconds of its exclusion)}.
+
+None as seconds = permanent.
+"""
 
 
 @dataclass(slots=True)
@@ -193,7 +199,7 @@ class _Record:
 
 
 class HostPool:
-    """Hosts that the discovery script lists, longest known first, with the failures of their ranks and their
+    """Hosts that the discovery script lists, in the order of their first listing, with failures of ranks and
     exclusions.
     """
 
@@ -220,7 +226,10 @@ class HostPool:
         return dict(self._found)
 
     def strike(self, host: str) -> bool:
-        """Count a failure of a rank on a host soon after its start. Return whether the host must be excluded."""
+        """Count an early failure of a rank on a host, soon after the rank's start.
+
+        Return whether the host must be excluded.
+        """
         record = self._record(host)
         record.strikes += 1
         return record.strikes >= self._policy.strikes
@@ -278,7 +287,7 @@ class HostPool:
 
 @dataclass(slots=True, kw_only=True)
 class _Ballot:
-    """A generation (set of ranks that train together) that some process may consider the newest.
+    """A generation (set of ranks that train together) that some process may consider the newest one of the job.
 
     Attributes:
         members: members in rank order.
@@ -447,8 +456,10 @@ NO_GENERATION = FormGeneration(number=0, workers=())
 
 
 class KeepGenerations(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to all agents (each starts the ranks of a host): store which generations (sets of ranks) before `number`
-    some process may still consider the newest. A new driver needs them for its majority rule (`Quorum`).
+    """Order to all agents (each starts the ranks of a host): store the older generations (sets of ranks) that still
+    matter.
+
+    Some process may still consider them the newest. A new driver needs them for its majority rule (`Quorum`).
     """
 
     number: int
@@ -604,7 +615,7 @@ def shortened(text: str, limit: int = 2000) -> str:
 
 def announcement(form: FormGeneration) -> str:
     """Describe in words a new generation (set of ranks that train together), with its number of ranks on each host."""
-    # Counts ranks by host; hosts are in the order of their first rank.
+    # The counter's hosts are in the order of their first rank.
     hosts = Counter(member.node for member in form.members)
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
     new = sum(not member.has_state for member in form.members)
@@ -622,7 +633,7 @@ def with_ranks(lost: Collection[RankRecord]) -> str:
     return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
 
-_NOBODY = 0  # process number that is never assigned; it replaces the number of a dead process in a list of members
+_NOBODY = 0  # A process number that is never assigned. It replaces the number of a dead process in a list of members.
 
 
 class MemberList:
@@ -661,8 +672,8 @@ class MemberList:
         self._numbers = max([0, *self.workers, *members])
         self.has_state = any(worker.has_state for worker in workers)
         there = [number for number in members if number in self.workers]
-        # Processes that had not received the generation (set of ranks) when the driver (launcher process) was lost are
-        # not in `told`, because they were never members.
+        # Processes that are not in `told` had not received the generation (set of ranks) when the driver (launcher
+        # process) was lost. They were never members.
         told = [number for number in there if self.workers[number].generation == generation]
         for rank, number in enumerate(members):
             if number in self.workers:
@@ -766,8 +777,8 @@ class MemberList:
         """Return the members of the next generation (set of ranks that train together), chosen from the waiting
         processes.
 
-        A process that must leave stays for one more generation if only this process holds the training state (such as
-        weights), so that it can send the state to the others.
+        If a process that must leave is the only one that holds the training state (such as weights), it stays for one
+        more generation, to send the state to the other members.
 
         Args:
             most: maximum number of ranks; None for no limit.
@@ -823,14 +834,15 @@ class JobMembers:
         self.member_list = MemberList()
         self.end: JobEnd | None = None
         self.agents: dict[str, bool] = {}
-        self._notified = Change(0)  # membership changes of which current members were notified
-        self._lost = self._notified_lost = ""  # how the first member that died since the last elastic restart ended
-        self._failure: tuple[str, RankEnd] | None = None  # the first failure since the last elastic restart
+        self._notified = Change(0)  # Membership changes of which current members were notified.
+        # How the first member that has died since the last elastic restart ended.
+        self._lost = self._notified_lost = ""
+        self._failure: tuple[str, RankEnd] | None = None  # The first failure since the last elastic restart.
         # True if a process has completed its work (`_ended_well`), or has failed (`_ended_badly`), before the first
         # generation began.
         self._ended_well = self._ended_badly = False
-        self._host_problem = ""  # newest problem of a host, for the message that ends the job
-        self._reasons: set[str] = set()  # reasons for failures that were printed already
+        self._host_problem = ""  # Newest problem of a host, for the message that ends the job.
+        self._reasons: set[str] = set()  # Reasons for failures that were already printed.
         self._short_since_s: float | None = None
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
@@ -856,7 +868,7 @@ class JobMembers:
         self.pool.remember(newest.left_out, now_s)
         workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
         self.member_list.take_over(workers, newest.number, newest.workers)
-        # Remember that there is a training state if a member held it when the generation began. The job cannot continue
+        # Record that there is a training state if a member held it when the generation began: the job cannot continue
         # without it.
         self.member_list.has_state = self.member_list.has_state or newest.has_state
         self._quorum.take_over(newest, self.member_list.workers)
@@ -871,10 +883,10 @@ class JobMembers:
         self.tick(now_s)
 
     def answer(self, events: Iterable[AgentMessage | Lost], now_s: float) -> None:
-        """Process messages of agents (each starts the ranks of a host), and losses of agents, that happened at the same
+        """Process messages of agents (each starts the ranks of a host) and losses of agents that occurred at the same
         time.
 
-        The rules decide once, after all events, because a decision examines all ranks. One decision for each of a
+        The rules decide once, after all events. Every decision examines all ranks, so that one decision for each of a
         thousand simultaneous requests would take many seconds.
         """
         for event in events:
@@ -909,7 +921,7 @@ class JobMembers:
                 return
         worker = listed.workers.get(message.worker)
         if worker is None or worker.host != host:
-            return  # Ignore the message, because its process was given up earlier.
+            return  # Ignore the message: its process was given up earlier.
         match message:
             case Relayed(message=Join(member=member)):
                 if worker.phase in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
@@ -919,10 +931,10 @@ class JobMembers:
                     worker.has_state = worker.has_state or member.has_state
                     listed.has_state = listed.has_state or member.has_state
                     worker.enter(ProcessPhase.WAITING, now_s)
-            # Extend the limit for all ranks, because others may compute as long without polling.
+            # Extend the limit for all ranks: other ranks may compute as long without polling.
             case Relayed(message=Patience(seconds)):
                 self._longest_s = max(self._longest_s, seconds)
-            case Relayed(message=Finished()):  # Mark the process as finished, although it may still run for a while.
+            case Relayed(message=Finished()):  # Mark the process as finished. It may still run for a while.
                 if worker.phase is ProcessPhase.MEMBER:
                     worker.enter(ProcessPhase.FINISHED, now_s)
                     listed.has_succeeded = True
@@ -1012,8 +1024,9 @@ class JobMembers:
             self._start_ranks(now_s)
 
     def _notify_members(self, now_s: float) -> None:
-        """Notify the members when new ranks wait, when a member leaves, and when the first member dies. The members
-        need to know, because they may wait for messages of the dead member.
+        """Notify the members when new ranks wait, when a member leaves, and when the first member dies.
+
+        A member may wait for messages of the dead member, and must stop waiting.
         """
         del now_s
         listed = self.member_list
@@ -1058,7 +1071,7 @@ class JobMembers:
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
-            if room <= 0:  # skip the remaining hosts, because there may be thousands
+            if room <= 0:  # Skip the remaining hosts: there may be thousands.
                 break
             free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:
@@ -1149,7 +1162,7 @@ class JobMembers:
         return f"; host {host} is excluded {how_long}"
 
     def _go_on(self) -> str:
-        """Return a clause that says how many ranks continue."""
+        """Return a clause that says how many ranks continue, for messages to the user."""
         usable = self.pool.usable
         left = len([worker for worker in self.member_list.survivors if worker.host in usable])
         return f", {left} continue{'s' * (left == 1)}" if left else ""
@@ -1233,13 +1246,16 @@ class JobMembers:
 # ── how long a driver that takes over waits ──────────────────────────────────────────────────────────────────────────
 
 ADOPT_S = 30.0
-"""Seconds for which a new driver (launcher process), after the old one was lost, waits for further agents (processes
-that start ranks) although a majority has connected. Some agents may first have tried to reach other drivers.
+"""Seconds for which a new driver (launcher process) waits for further agents (processes that start ranks) although a
+majority has connected.
+
+Some agents may first have tried to reach other drivers after the old driver was lost.
 """
 
 GATHER_S = 120.0
-"""Seconds for which a new driver (launcher process), after the old one was lost, waits for a majority of the ranks. An
-agent may detect the loss of the old driver only when its connection times out.
+"""Seconds for which a new driver (launcher process) waits for a majority of the ranks after the old driver was lost.
+
+An agent may detect the loss of the old driver only when its connection times out.
 """
 
 
@@ -1260,7 +1276,7 @@ def has_waited(for_s: float, reports: Mapping[str, RegisterAgent], expected: Col
     """
     newest, quorum = newest_generation(reports), Quorum()
     quorum.take_over(newest, [worker.number for report in reports.values() for worker in report.ranks])
-    # Wait the full time, because the job cannot continue with the ranks of only these agents.
+    # Wait the full time: the job cannot continue with the ranks of only these agents.
     if not newest.number or quorum.is_lost:
         return for_s > GATHER_S
     return not expected or for_s > ADOPT_S
