@@ -25,8 +25,8 @@ from sirtaki.errors import ConfigError
 from sirtaki.machine import finalize, free_in_forked_children
 
 count_storage_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-"""Function that returns the number of tensors that use a storage, given its `_cdata`. None in older versions of PyTorch
-that are built without CUDA."""
+"""Function that returns the number of tensors that use a storage, given the storage's `_cdata`. None in older versions
+of PyTorch that are built without CUDA."""
 
 Event = Any
 """A point in the work of a device, recorded by `Device.record_event`: a host time in seconds, or a CUDA event."""
@@ -96,9 +96,10 @@ class Device:
         return self._nothing
 
     def before_packing(self) -> AbstractContextManager[object]:
-        """Return a context manager, for use in the body of `beside`, whose body runs on the stream outside of `beside`.
+        """Return a context manager that leaves the packing stream within the body of `beside`.
 
-        The packing stream, which copies gradients into flat buffers, then waits for the work of the body.
+        Its body runs on the CUDA stream that was current outside of `beside`. The packing stream, which copies
+        gradients into flat buffers, then waits for the body's work.
         """
         return self._nothing
 
@@ -130,7 +131,9 @@ class Device:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep `tensors` from being freed until the work that is queued on the current CUDA stream has ended."""
+        """Keep references to `tensors` until the work that is queued on the current CUDA stream has ended, so that they
+        are not freed.
+        """
 
     def release(self, *, forget: bool = True) -> None:
         """Drop the tensor references that `keep` holds.
@@ -143,7 +146,10 @@ class Device:
         """
 
     def record_event(self, *, timed: bool = False) -> Event:
-        """Record an event: on the current CUDA stream, or the time of the host. `elapsed_s` needs `timed` events."""
+        """Record an event. On a GPU, record it on the current CUDA stream. On the host, take the time.
+
+        `elapsed_s` needs `timed` events.
+        """
         return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
@@ -209,7 +215,7 @@ that a CUDA graph capture in another thread would otherwise forbid."""
 
 
 @functools.cache
-def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
+def cuda_runtime() -> Any:  # The return type is Any, because ctypes has no types for C functions.
     """Return the CUDA runtime library that PyTorch has loaded, through ctypes. None = it cannot be found.
 
     It has functions that `torch.cuda.cudart()` lacks: `cudaGetLastError`, `cudaDriverGetVersion` and
@@ -254,10 +260,11 @@ class CudaDevice(Device):
         self._own_streams: set[int] = set()
         self._known_streams: dict[int, Any] = {}
         self._side = self.make_stream()
-        self._outer: Any = None  # the CUDA stream from which `beside` was entered; None outside of `beside`
+        self._outer: Any = None  # CUDA stream that was current when `beside` was entered. None outside of `beside`.
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._stashing = free_in_forked_children(threading.Lock())
-        self._latest_stream: int | None = None  # handle of the last stream to write gradients; 0 = default
+        # Handle of the CUDA stream that last wrote a gradient. 0 = default stream.
+        self._latest_stream: int | None = None
         self._noticed: set[int] = set()
         self._thread = threading.local()
 
@@ -302,11 +309,11 @@ class CudaDevice(Device):
         return stream
 
     def notice_stream(self) -> None:
-        """Note the CUDA stream that writes a gradient. Called for each gradient, while that stream is the current one.
+        """Record the current CUDA stream as one that writes gradients. Called for each gradient.
 
-        The packing stream copies gradients into flat buffers, so it must wait for all streams that write them. If
-        autograd has changed the stream since the last call, let the packing stream wait for the earlier one here.
-        `beside` makes it wait for the current one.
+        The packing stream copies gradients into flat buffers, so it must wait for each stream that writes gradients. If
+        the current stream differs from that of the last call, this call makes the packing stream wait for the earlier
+        stream. `beside` makes it wait for the last one.
         """
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._latest_stream:
@@ -326,7 +333,7 @@ class CudaDevice(Device):
         status = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)
         if int(status) != 0:
             if (library := cuda_runtime()) is not None:
-                library.cudaGetLastError()  # clear the error, or PyTorch's next kernel launch would raise it
+                library.cudaGetLastError()  # Clear CUDA's error. Otherwise PyTorch's next kernel launch would raise it.
             logger.warning(
                 "CUDA cannot page-lock host memory (error %s), so copies between GPU and host will be slower",
                 status,
@@ -371,10 +378,10 @@ class CudaDevice(Device):
         with self._stashing:
             self._stash.clear()
 
-    def _stream_of(self, raw: int) -> Any:  # Any: torch has no type for streams
+    def _stream_of(self, raw: int) -> Any:  # The return type is Any, because torch has no type for streams.
         stream = self._known_streams.get(raw)
         if stream is None:
-            if raw == 0:  # because ExternalStream rejects handle 0
+            if raw == 0:  # `ExternalStream` rejects handle 0, the default stream.
                 stream = torch.cuda.default_stream(self.torch_device)
             else:
                 stream = torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's

@@ -148,7 +148,8 @@ class FlowRing:
                 threads[-1].start()
             ramp_s = RAMP_S + RAMP_ROUND_TRIPS * max(self.round_trip_s)
             sample = _counted(outgoing, counters, ramp_s, duration_s) if outgoing else None
-            samples = self._all_gather(sample)  # All flows continue to send until all hosts have counted.
+            # Gather before the flows end, because all flows must send until every host has counted.
+            samples = self._all_gather(sample)
         finally:
             for connection in (*outgoing, *incoming):
                 _end(connection)

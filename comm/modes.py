@@ -21,7 +21,8 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 """Context manager in which PyTorch ignores `__torch_function__` of tensor subclasses."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""Value for `__torch_function__` of a tensor subclass. With it, operations on the subclass return plain tensors."""
+"""Value for `__torch_function__` of a tensor subclass. With this value, operations on the subclass return plain
+tensors."""
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")

@@ -26,9 +26,9 @@ SMALL_GRADIENT = 16 * 1024
 class UnitClass(Enum):
     """Class of a unit (bucket): the kind of gradient to which most of its elements belong."""
 
-    LARGE = "large"  # gradients of at least `SMALL_GRADIENT` elements
-    EMBEDDINGS = "embeddings"  # gradients of embedding matrices, with mostly zero rows
-    SMALL = "small"  # gradients of fewer than `SMALL_GRADIENT` elements
+    LARGE = "large"  # Gradients of at least `SMALL_GRADIENT` elements.
+    EMBEDDINGS = "embeddings"  # Gradients of embedding matrices, with mostly zero rows.
+    SMALL = "small"  # Gradients of fewer than `SMALL_GRADIENT` elements.
 
 
 COMPRESSORS = "fp16, bf16, int8, fp8, topk:RATIO and powersgd:RANK"
@@ -150,8 +150,8 @@ class GradientLayout:
 class Algorithm(Enum):
     """All-reduce algorithm of a unit (bucket)."""
 
-    FLAT = "flat"  # one all-reduce over all ranks
-    HIERARCHICAL = "hierarchical"  # within the node first, then between nodes (AIACC's "tree")
+    FLAT = "flat"  # One all-reduce over all ranks.
+    HIERARCHICAL = "hierarchical"  # Reduce within each node first, then between nodes (AIACC's "tree").
 
 
 class TransportKind(Enum):

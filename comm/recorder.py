@@ -15,7 +15,7 @@ from .plan import GradientLayout, Route
 
 
 class ReadyMoment(NamedTuple):
-    """Time `ready_s` at which the backward pass has computed a gradient: number `place` in layout number `layout`."""
+    """Time `ready_s` at which the backward pass computed gradient number `place` of gradient layout number `layout`."""
 
     layout: int
     place: int
@@ -97,7 +97,10 @@ class TracedOperation:
 
 
 class Recorder(Protocol):
-    """Receiver of the times of training iterations and eager operations. Its methods must be fast: callers wait."""
+    """Receiver of the times of training iterations and eager operations.
+
+    Its methods must be fast, because they block the calling thread.
+    """
 
     def iteration(self, traced: TracedIteration) -> None:
         """Record a training iteration. Called by the training thread, after all its gradients are reduced."""
@@ -125,7 +128,7 @@ def start(recorder: Recorder) -> None:
 
 
 def stop() -> None:
-    """Stop recording, without a call of `Recorder.end`."""
+    """Stop recording, without calling `Recorder.end`."""
     global current
     current = None
 

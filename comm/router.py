@@ -103,8 +103,9 @@ class Router:
                 number=control.broadcast(secrets.randbits(62)),
             )
         self.transports: dict[Route, Transport] = {}
-        self._opened: dict[Route, int] = {}  # number of open streams of each route, equal on all ranks
-        self._refused: dict[Route, int] = {}  # per route: smallest number of streams no longer offered
+        self._opened: dict[Route, int] = {}  # Number of open streams of each route, equal on all ranks.
+        # Smallest number of streams that is no longer offered, by route. Opening that many has failed.
+        self._refused: dict[Route, int] = {}
         self._shares_memory = nccl is None and max(control.local_sizes) > 1
         if self._shares_memory:
             try:
@@ -208,7 +209,7 @@ class Router:
         self._shares_memory = False
         for route in [
             route for route in self.transports if route[0] is TransportKind.STAGED
-        ]:  # remove the routes that may use shared memory
+        ]:  # Recreate the routes that may use shared memory, without it.
             self.transports.pop(route).close()
             self._opened.pop(route, None)
             self._create_if_possible(route)
@@ -241,14 +242,17 @@ class Router:
     def _affordable(self, route: Route) -> int:
         """Return the largest number of streams of a route that have at most `TUNED_CONNECTIONS` connections together.
 
-        On one node, the limit is half of `TUNED_CONNECTIONS`. 0 = one stream already has more connections.
+        On one node, the limit is half of `TUNED_CONNECTIONS`. 0 = a single stream already exceeds the limit.
         """
         cost, most = self.transports[route].stream_cost, TUNED_CONNECTIONS // (1 + self._control.one_node)
         return most // cost.connections if cost.connections else most
 
     @property
     def affordable_routes(self) -> tuple[Route, ...]:
-        """Routes that tuning may try beside the default route, because one stream has few enough connections."""
+        """Routes that the tuner may try besides the default route.
+
+        A stream of such a route does not need too many connections.
+        """
         return tuple(route for route in self.routes if self._affordable(route) > 0)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
@@ -361,7 +365,8 @@ class Router:
 
         No operation may be in flight on this rank.
         """
-        self._control.agree_on_success("")  # wait for all ranks, so that no rank has an operation in flight
+        # Wait for all ranks, so that no rank has an operation in flight when streams are closed.
+        self._control.agree_on_success("")
         for (kind, algorithm), transport in self.transports.items():
             specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
             wanted = 1 + max((spec.number for spec in specs), default=-1)
@@ -480,7 +485,7 @@ class Router:
         return all(closed)
 
     def _wait_for_device(self) -> None:
-        """Block until no NCCL operation is in flight, as a pool of communicators requires before it closes some.
+        """Block until no NCCL operation is in flight. A pool may close communicators only then.
 
         Raises:
             CommError: the job has failed. The communicators may have been aborted.

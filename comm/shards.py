@@ -56,16 +56,16 @@ MOST_TAGS = 1 << 30
 """Number of different tags of messages. A tag names the operation to which a message belongs."""
 
 GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
-"""Streams of all-gathers (gathers) and reduce-scatters (scatters) in the shared-memory transport. Over sockets,
-only their numbers are used: they are part of a message's tag."""
+"""Stream numbers of all-gathers (gathers) and reduce-scatters (scatters) in the shared-memory transport. Over sockets,
+the number is part of a message's tag."""
 
 END_S = 1.0
 """Seconds for which `ShardLanes.close` waits for its threads, whose connections are closed. Threads that have not ended
 by then keep running."""
 
 NEVER_S = 7 * 24 * 3600.0
-"""Timeout of the transport's operations in seconds, so long that it never expires. The timeout that counts is that of
-`ShardWork.wait`, because it may change during the job, and its error names the operation."""
+"""Timeout in seconds that the transport gets, and that never expires. `ShardWork.wait` checks the real timeout, because
+it may change during the job, and because its error names the operation."""
 
 
 class ShardWork:
@@ -91,7 +91,7 @@ class ShardWork:
         """
         failures, begin_s = self._control.failures, time.monotonic()
 
-        def late() -> bool:  # the timeout may change during the wait
+        def late() -> bool:  # Call `_timeout` at each check, because the timeout may change during the wait.
             return time.monotonic() - begin_s > self._timeout()
 
         try:
@@ -105,7 +105,7 @@ class ShardWork:
             for problem in self._problems:
                 raise fresh(problem)
         except (StallError, MismatchError) as err:
-            if failures.error is None:  # report the error to the other ranks, because they may wait for this rank
+            if failures.error is None:  # Report the error to the other ranks, because they may wait for this rank.
                 failures.report(err)
                 self._control.comm.abort(f"rank {self._control.rank}: {err}")
             raise
@@ -266,7 +266,7 @@ class JointGather:
         self._label: int | None = None
         self._shards: list[torch.Tensor] = []
         self._numel = 0
-        self._received: list[torch.Tensor] = []  # row r: all shards of rank r, concatenated
+        self._received: list[torch.Tensor] = []  # Entry r is a buffer for the shards of rank r, concatenated.
 
     def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, label: int = 0) -> Callable[[], None]:
         """Add an all-gather to the coalesced one.
@@ -406,7 +406,7 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     trees = (
         TransportKind.GLOO,
         Algorithm.HIERARCHICAL,
-    ) in router.transports  # True if the ranks of a node can share memory
+    ) in router.transports  # This route exists only if the ranks of a node can share memory.
     if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
         return _OverNodes(control, router, timeout=timeout)
     return _OverSockets(control, router, timeout=timeout)
@@ -421,7 +421,7 @@ class _Finisher(Worker):
     """A thread that completes all-gathers or reduce-scatters in the order of submission."""
 
     def follow(self, step: Callable[[], None]) -> Work:
-        """Queue `step` for the thread, and return a work that ends with it. Non-blocking.
+        """Queue `step` for the thread. Return a work that ends when `step` has returned. Non-blocking.
 
         `step` waits for the messages of an operation, and copies or reduces their contents.
         """
@@ -445,7 +445,7 @@ class _OverSockets(ShardLanes):
         self._streams = 0
         self._tags = itertools.count()
         self._gathers, self._scatters = _Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")
-        self._scratch: list[torch.Tensor] = []  # buffers of completed reduce-scatters, for reuse
+        self._scratch: list[torch.Tensor] = []  # Buffers of completed reduce-scatters, kept for reuse.
         self._largest_scratch = 0
         self.use(1)
 
@@ -576,7 +576,7 @@ class _OverSockets(ShardLanes):
         return wait
 
     def close(self) -> None:
-        super().close()  # makes the waits of the threads fail
+        super().close()  # Close the connections first, which makes the pending waits of the threads fail.
         # Wait for the threads now, because PyTorch aborts the process if a thread returns from such a wait at
         # interpreter exit.
         join_workers([self._gathers, self._scatters], within_s=END_S)
@@ -615,7 +615,7 @@ class _Slots:
             for work in self._works:
                 if work is not None:
                     work.wait()
-            self._slots = []  # free the old slots before new ones are allocated
+            self._slots = []  # Free the old slots first, so that old and new slots never need memory at the same time.
             whole_bytes = (size_bytes // MARK_BYTES + 2) * MARK_BYTES
             self._slots = [self._router.allocate(whole_bytes, torch.uint8) for _ in range(SLOTS)]
 
@@ -645,7 +645,7 @@ class _Slots:
 
 
 class _Wholes:
-    """Shared memory of a node's ranks for results of all-gathers. Each rank writes its shard, and copies no others.
+    """Buffers in shared memory for results of all-gathers within a node. Each rank writes only its own shard.
 
     All-gather n uses the buffer n modulo `WHOLES`, if every rank has released the previous result in the buffer. If a
     rank has not, or if the result is larger than the buffer, private memory is used instead. Each rank decides this
@@ -662,9 +662,9 @@ class _Wholes:
         ]
         self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
         self._me, self._failures = control.rank, control.failures
-        self._held: dict[int, int] = {}  # number of the gather whose result this rank uses, by buffer
-        self._ended = [0] * WHOLES  # by buffer: this rank has ended all gathers before this number
-        self.number = 0  # number of the next gather
+        self._held: dict[int, int] = {}  # For each buffer, number of the all-gather whose result this rank still uses.
+        self._ended = [0] * WHOLES  # For each buffer, number of the first all-gather that this rank has not ended.
+        self.number = 0  # Number of the next all-gather.
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
         """Return shared memory, uint8, for the result of the next all-gather. None = private memory must be used.
@@ -681,7 +681,8 @@ class _Wholes:
         wait_for(lambda: not is_held() or self._failures.error is not None, Deadline.after(RELEASE_S))
         if is_held():
             return None
-        taken = self._memory[place][:size_bytes]  # a new array, freed with the storage of the tensor
+        # Make a new array for each all-gather, because it is finalised with the storage of the returned tensor.
+        taken = self._memory[place][:size_bytes]
         self._held[place] = self.number
         finalize(taken, self._release, place)
         return torch.from_numpy(taken)
@@ -690,7 +691,7 @@ class _Wholes:
         self._release_before(place, self._held.pop(place) + 1)
 
     def _release_before(self, place: int, number: int) -> None:
-        """Tell the peers that this rank needs buffer `place` no longer for all-gathers with numbers below `number`.
+        """Tell the peers that this rank no longer uses buffer `place` for all-gathers before `number`.
 
         If this rank still uses a result in the buffer, the message waits until the result is freed. Thread-safe.
         """

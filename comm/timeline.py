@@ -66,7 +66,7 @@ class Timeline:
         self._writer = writer
         self._events: list[Event] = []
         self._tracks: dict[str, int] = {}
-        self._overlapping = writer.rank << 32  # last id of an overlapping event, unique over ranks
+        self._overlapping = writer.rank << 32  # Id of the last overlapping event. Ids are unique over all ranks.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._writing = free_in_forked_children(threading.Lock())
         try:
@@ -162,7 +162,8 @@ class Timeline:
             if os.pwrite(self._file, text, size - len(_END)) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            os.ftruncate(self._file, size)  # undo a partial write, so that the earlier entries stay readable
+            # Undo a partial write to the trace file, so that the earlier entries stay readable.
+            os.ftruncate(self._file, size)
             os.pwrite(self._file, _END, size - len(_END))
             raise
 

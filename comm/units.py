@@ -79,7 +79,8 @@ class TensorOperation:
         if error is None:
             try:
                 self._then()
-            except Exception as err:  # any error must wake the waiting threads
+            except Exception as err:
+                # Catch every error, because otherwise the threads that wait for the operation would never wake up.
                 error = CommError(f"a tensor was received, but could not be copied to its target: {err!r}")
         with suppress(InvalidStateError):
             if error is None:
@@ -179,11 +180,12 @@ class UnitPipeline:
         self._window = slots.tensor.numel() // unit_bytes if slots is not None else 1 << 30
         self._typed: dict[torch.dtype, FlatBuffer] = {}
         self._queue: deque[TensorReduction] = deque()
-        self._offset = 0  # first element of `_queue[0]` whose all-reduce is not yet launched
+        self._offset = 0  # Index of the first element of `_queue[0]` whose all-reduce is not launched yet.
         self._launched = 0
         self._in_flight: deque[_TensorUnit] = deque()
         self._submit_lock = free_in_forked_children(threading.Lock())
-        self._drive_lock = free_in_forked_children(threading.Lock())  # held by the thread that waits for units
+        # Held by the thread that waits for units in flight and copies their results.
+        self._drive_lock = free_in_forked_children(threading.Lock())
         self._error: CommError | None = None
 
     def submit(self, reduction: TensorReduction) -> None:
@@ -281,7 +283,8 @@ class UnitPipeline:
             low, high = self._offset, min(self._offset + step, numel)
             try:
                 self._in_flight.append(self._launch(reduction, low, high))
-            except Exception as err:  # any error must wake the waiting threads
+            except Exception as err:
+                # Catch every error, because otherwise the threads that wait for the reduction would never wake up.
                 return caused(CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err!r}"), err)
             self._launched += 1
             self._offset = high
@@ -293,7 +296,8 @@ class UnitPipeline:
     def _launch(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
-                reduction.source = reduction.source.clone()  # because the caller's tensor must not change
+                # Reduce a clone of the source, because the caller's tensor must not change.
+                reduction.source = reduction.source.clone()
             buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
         else:
             buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)
@@ -322,7 +326,7 @@ class UnitPipeline:
         """
         try:
             unit = self._in_flight[0]
-        except IndexError:  # another thread is launching a unit, or has called `fail`
+        except IndexError:  # No unit is in flight, because another thread is just launching one or has called `fail`.
             time.sleep(0)
             return
         reduction = unit.reduction
@@ -341,12 +345,13 @@ class UnitPipeline:
         except CommError as err:
             self.fail(err)
             return
-        except Exception as err:  # any error must wake the waiting threads
+        except Exception as err:
+            # Catch every error, because otherwise the threads that wait for the reduction would never wake up.
             elements = f"elements [{unit.low}, {unit.high})"
             self.fail(CommError(f"{elements} of a reduced tensor could not be copied to the target: {err!r}"))
             return
         with self._submit_lock:
-            if self._in_flight:  # else another thread has called `fail`
+            if self._in_flight:  # No unit is in flight if another thread has called `fail`.
                 self._in_flight.popleft()
             problem = self._launch_units()
         if unit.high == reduction.source.numel() and not reduction.ended.done():

@@ -46,8 +46,9 @@ def is_wanted() -> bool:
 
 
 def install() -> None:
-    """Let PyTorch report new DDP and FSDP2 models, to attach them. Idempotent. Not collective. Called after `import
-    torch`.
+    """Register hooks through which PyTorch reports new DDP and FSDP2 models, so that Sirtaki attaches them. Idempotent.
+
+    Not collective. Called after `import torch`.
     """
     global _installed
     if _installed:
@@ -69,12 +70,15 @@ def install_with_torch() -> None:
     _after_import("torch", lambda _: importlib.import_module("sirtaki.torch_backend").register())
 
 
-def _attacher() -> Any:  # Any: a module that is imported by name
+def _attacher() -> Any:  # The return type is Any, because the module is imported by name.
     return importlib.import_module(ATTACHER)
 
 
 def _on_submodule(module: Any, name: str, inside: Any) -> None:
-    """Report a new DDP model, or a new FSDP1 model, to the attacher. Global hook of PyTorch. Never raises."""
+    """Report a new DDP model, or a new FSDP1 model, to the module that attaches models. Global hook of PyTorch.
+
+    Never raises.
+    """
     if inside is None or name not in ("module", "_fsdp_wrapped_module"):
         return
     distributed = sys.modules.get("torch.nn.parallel.distributed")
@@ -83,12 +87,13 @@ def _on_submodule(module: Any, name: str, inside: Any) -> None:
             _attacher().watch(module, inside)
         elif name == "_fsdp_wrapped_module" and type(module).__name__ == "FullyShardedDataParallel":
             _attacher().log_fsdp1()
-    except Exception as err:  # do not raise, because PyTorch can train the model without Sirtaki
+    except Exception as err:
+        # Print the error instead of raising it, because PyTorch can train the model without Sirtaki.
         _print_failure("DDP", err)
 
 
 def _wrap_lazy_init(module: ModuleType) -> None:
-    """Report each root module of FSDP2 to the attacher, when its first forward pass begins.
+    """Wrap FSDP2's lazy initialisation, so that each root module is reported when its first forward pass begins.
 
     Args:
         module: PyTorch's module that defines `FSDPState`.
@@ -102,14 +107,15 @@ def _wrap_lazy_init(module: ModuleType) -> None:
         if is_first:
             try:
                 _attacher().watch_sharded(self._modules[0])
-            except Exception as err:  # do not raise, because PyTorch can train the model without Sirtaki
+            except Exception as err:
+                # Print the error instead of raising it, because PyTorch can train the model without Sirtaki.
                 _print_failure("FSDP2", err)
 
     state_class._lazy_init = _lazy_init
 
 
 def _print_failure(what: str, err: Exception) -> None:
-    """Say why models are not attached. Printed, because Sirtaki's log may not have begun."""
+    """Print why models are not attached. Sirtaki's log cannot be used, because it may not be set up yet."""
     reason = f"{type(err).__name__}: {err}"
     print(f"sirtaki: {VARIABLE}={VALUE} has no effect on models of {what}, because of {reason}", file=sys.__stderr__)
 
@@ -123,7 +129,7 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finder that calls a function once after a module has been imported."""
+    """Import finder that calls a function once, after a module has been imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
@@ -144,7 +150,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             try:
                 then(module)
-            except Exception as err:  # because the script's import must not fail
+            except Exception as err:
+                # Print the error instead of raising it, because the script's import must not fail.
                 _print_failure(name, err)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -73,7 +73,10 @@ class PeerLostError(CommError):
 
 
 class PeerFaultError(PeerLostError):
-    """A rank is alive, but its communication failed, and thereby that of all ranks. The message has the cause."""
+    """A rank is alive, but its communication failed, so that the communication of all ranks failed.
+
+    The message has the cause.
+    """
 
 
 class StallError(CommError):
@@ -90,7 +93,7 @@ class TransportError(CommError):
 class ResourceLimitError(CommError):
     """A thread cannot be started, because a limit is reached. The message names the limit, its value and the remedy.
 
-    In an elastic job the rank ends with this error. It does not restore a commit, because the error would come again.
+    In an elastic job the rank ends with this error instead of restoring a commit, because the error would recur.
     """
 
 
@@ -141,7 +144,10 @@ class RecordingError(SirtakiError, RuntimeError):
 
 
 class ReplayError(SirtakiError, ValueError):
-    """A recording of a job cannot be replayed (simulated), or not with the changed settings. The message says why."""
+    """A recording of a job cannot be replayed (simulated), at least not with the requested changes.
+
+    The message has the reason.
+    """
 
 
 class TranslationError(SirtakiError, ValueError):

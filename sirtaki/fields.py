@@ -30,7 +30,7 @@ Number = Annotated[float, Meta(ge=0, le=1e18)]
 Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
 
 
-def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # data is Any, because json.loads returns it
+def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # `data` is Any, because `json.loads` returns Any.
     """Convert lists, dicts and numbers, as parsed from JSON, to the type `kind`.
 
     Args:
@@ -64,13 +64,13 @@ def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
         raise RegistryError(_message(err, at)) from err
 
 
-def plain(value: object) -> Any:  # returns Any, because JSON values have several types
+def plain(value: object) -> Any:  # The return type is Any, because JSON values have several types.
     """Convert a value to the dicts, lists, strings and numbers of JSON."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_base))
 
 
 def _base(value: object) -> Any:
-    """Convert an instance of a subclass of str, int or float, such as `torch.__version__` or a NumPy float."""
+    """Convert an instance of a subclass of str, int or float (`torch.__version__`, a NumPy float) to the base class."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)

@@ -61,8 +61,9 @@ def cpu_quota() -> float | None:
     """Return the smallest cgroup CPU limit in cores; None if there is none."""
     limits = []
     for folder in _cgroup_folders("cpu"):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")  # file of cgroup version 2
-        quota = quota or _read(folder / "cpu.cfs_quota_us")  # version 1, where -1 means no limit
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # Read the CPU limit of cgroup version 2.
+        # Otherwise, read the CPU limit of cgroup version 1, where -1 means no limit.
+        quota = quota or _read(folder / "cpu.cfs_quota_us")
         period = period or _read(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():
             limits.append(int(quota) / int(period))
@@ -79,7 +80,8 @@ def memory_limit_bytes() -> int | None:
     limits = []
     for folder in _cgroup_folders("memory"):
         text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a number near 2^63 for "no limit"
+        if text.isdecimal() and int(text) < 2**60:
+            # Ignore the huge number near 2^63 that cgroup version 1 writes for "no limit".
             limits.append(int(text))
     return min(limits, default=None)
 
@@ -106,18 +108,18 @@ def memory_limits() -> str:
 
 
 _OUT_OF_MEMORY = "allocate memory", "failed to map segment", "unable to mmap"
-"""Parts of messages of PyTorch and of the dynamic linker."""
+"""Parts of error messages of PyTorch and of the dynamic linker that report a lack of memory."""
 
 
 def explained(error: BaseException) -> str:
     """Return an error's text. If threads, processes or memory are exhausted, add the limits and the remedy."""
     text, number, limit = str(error), getattr(error, "errno", None), ""
     if "; the limit of " in text:
-        return text  # explained before
+        return text  # An earlier call has already added the limits to this text.
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(part in text for part in _OUT_OF_MEMORY):
         limit = f"the limit of memory is {memory_limits() or 'that of this host'}"
     elif number == errno.EAGAIN or "new thread" in text or "temporarily unavailable" in text:
-        # A thread needs memory, too, and Python reports both with the same words.
+        # Name the limits of threads and of memory. Python raises the same error for a thread if either is exhausted.
         memory = memory_limits()
         limit = f"the limit of threads is {thread_limits()}{memory and f'; that of memory is {memory}'}"
     return f"{text or 'out of memory'}; {limit}: raise it, or start fewer ranks on this host" if limit else text
@@ -139,17 +141,17 @@ def host_kind() -> str:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process of this host is running. A zombie does not count, because it may stay forever."""
-    import psutil  # imported late: it takes 7 to 12 ms, and a rank can start without it
+    import psutil  # Import late, because it takes 7 to 12 ms, and a rank can start without it.
 
     try:
         return psutil.Process(pid).status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
     except psutil.Error:
-        return psutil.LINUX and not Path("/proc/self").exists()  # without /proc, assume that the process is running
+        return psutil.LINUX and not Path("/proc/self").exists()  # Without /proc, assume that the process is running.
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process of this host is stopped, by SIGSTOP or by a debugger."""
-    import psutil  # imported late: it takes 7 to 12 ms, and a rank can start without it
+    import psutil  # Import late, because it takes 7 to 12 ms, and a rank can start without it.
 
     try:
         return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
@@ -158,11 +160,10 @@ def is_stopped(pid: int) -> bool:
 
 
 # ── forked children ───────────────────────────────────────────────────────────────────────────────────────────────────
-#
-# A child that a script forks (a data loader's worker, a checkpoint writer) inherits the rank's objects but none of its
-# threads, and it is not a rank. The functions below ensure that in such a child the rank's exit handlers and finalizers
-# do not run, that locks are free (the thread that held one does not exist there), and that shared memory is a private
-# copy. A process that executes a new program inherits none of these objects.
+# A child that a script forks (a data loader's worker, a checkpoint writer) is not a rank, but inherits the rank's
+# objects. It inherits none of the rank's threads. In such a child, the functions below disable the rank's exit handlers
+# and finalizers, release locks (a thread that held one does not exist there), and make shared memory a private copy. A
+# process that executes a new program inherits none of these objects.
 
 T = TypeVar("T")
 
@@ -185,7 +186,8 @@ def _act_in_child() -> None:
     while _exit_handlers:
         atexit.unregister(_exit_handlers.pop())
     if _in_children and (c10d := sys.modules.get("torch.distributed.distributed_c10d")) is not None:
-        for group, (_, store) in list(c10d._world.pg_map.items()):  # process groups that the script has created
+        for group, (_, store) in list(c10d._world.pg_map.items()):
+            # Keep the process groups that the script has created from being destroyed in the child.
             _never_destroy(group)
             _never_destroy(store)
     for reference, act in list(_in_children.values()):
@@ -233,7 +235,10 @@ Lock = TypeVar("Lock")
 
 
 def free_in_forked_children(lock: Lock) -> Lock:
-    """Make `lock` free in forked children, whoever held it at the fork. Return `lock`, a lock or condition variable."""
+    """Make `lock` free in forked children, even if a thread held it at the fork.
+
+    Return `lock`, a lock or condition variable.
+    """
     in_forked_children(lock, lambda lock: lock._at_fork_reinit())  # type: ignore[attr-defined]  # all lock types have it
     return lock
 
@@ -269,13 +274,14 @@ def private_in_forked_children(owner: object, address: int, length: int, descrip
     if descriptor is not None:
         duplicate, flags = os.dup(descriptor), _MAP_PRIVATE_FIXED
         finalize(owner, os.close, duplicate)
-    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, because a forked child must not take locks
+    # Load the library before the fork, because a forked child must not take locks.
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
     def map_privately(_: object) -> None:
         if libc.mmap(address, length, _PROT_READ_WRITE, flags, duplicate, 0) != address:
-            os._exit(1)  # end the child, because it could write into the job's gradients
+            os._exit(1)  # End the child, because otherwise it could write into the job's gradients.
 
     in_forked_children(owner, map_privately)
 
@@ -284,7 +290,7 @@ def signal_name(number: int) -> str:
     """Return a signal's name, such as `SIGTERM`."""
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal
+    except ValueError:  # A real-time signal has no name.
         return f"signal {number}"
 
 
@@ -306,7 +312,8 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
         root = _CGROUPS / controllers if controllers else _CGROUPS
         if not controllers or controller in controllers.split(","):
             folder = root / path.lstrip("/")
-            # In a container, the path may be that of the host. In this case the mount's root is the process's cgroup.
+            # In a container, /proc may show the cgroup's path on the host. The cgroup is then mounted at the root, the
+            # last parent.
             yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))
 
 
@@ -326,7 +333,7 @@ LOOPBACK = "127.0.0.1"
 def host_identity() -> tuple[str, ...]:
     """Return an id that is equal for processes that share a host and a network namespace, and thus the loopback."""
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # /proc may be missing
+    with contextlib.suppress(OSError):  # On some systems, /proc is missing.
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
         found.append(os.readlink("/proc/self/ns/net"))
     return tuple(found)
@@ -341,7 +348,7 @@ def interface_networks() -> dict[str, IPv4Interface]:
             try:
                 answers = [fcntl.ioctl(probe.fileno(), what, request) for what in (SIOCGIFADDR, SIOCGIFNETMASK)]
             except OSError:
-                continue  # this interface has no IPv4 address
+                continue  # The interface has no IPv4 address.
             address, mask = (socket.inet_ntoa(answer[20:24]) for answer in answers)
             found[name] = IPv4Interface(f"{address}/{mask}")
     return found
@@ -396,7 +403,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
     if port == 0 or host in (LOOPBACK, "localhost"):
         try:
             listener = socket.create_server((host, port), backlog=512)
-        except OSError:  # a process group of the script may have opened the port in this process
+        except OSError:  # The port may be in use by a process group that the script has opened in this process.
             if not (port and multi_tenant):
                 raise
     if listener is None:
@@ -405,7 +412,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
         )
 
     def serve(**options: bool) -> TCPStore:
-        handle = os.dup(listener.fileno())  # duplicated, because the store closes its descriptor
+        handle = os.dup(listener.fileno())  # Pass a duplicate of the descriptor, because the store closes it.
         try:
             store = TCPStore(
                 host,
@@ -425,7 +432,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
     with listener:
         try:
             return serve()
-        except NotImplementedError:  # PyTorch 2.4: the libuv store cannot use an open socket
+        except NotImplementedError:  # In PyTorch 2.4, the libuv store cannot use an open socket.
             return serve(use_libuv=False)
 
 
@@ -456,7 +463,7 @@ class ReservedPorts:
             try:
                 self._sockets += [self._bound(host, self.first + number) for number in range(1, count)]
                 return
-            except (OSError, OverflowError):  # because the next port is in use, or above 65535
+            except (OSError, OverflowError):  # One of the following ports is in use, or above 65535.
                 self.close()
 
     @staticmethod

@@ -84,7 +84,7 @@ class LinkModel:
             self,
             alpha_s=self.alpha_s * hops,
             throughput=tuple(rate / volume for rate in self.throughput),
-            host_s=self.host_s * hops,  # because each rank sends 2 (N − 1) messages in a ring of N ranks
+            host_s=self.host_s * hops,  # In a ring of N ranks, each rank sends 2 (N − 1) messages.
         )
 
     def differs_from(self, other: LinkModel) -> bool:
@@ -201,7 +201,8 @@ class Gain:
 
     def describe(self) -> str:
         """Format the gain: `7 % faster, ± 2`, or `2.31× faster, ± 0.04`."""
-        half = self.times - self.low  # the lower half; the upper half of a wide interval is longer
+        # Half the interval's width below the estimate. In a wide interval, the part above it is longer.
+        half = self.times - self.low
         if abs(self.times - 1.0) >= 1.0:
             return f"{self.times:.2f}× faster, ± {half:.2f}"
         digits = 0 if half >= 0.0095 else 1

@@ -117,7 +117,7 @@ def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
             pending.append(getattr(function, "__wrapped__", None))
             if isinstance(function, FunctionType):
                 yield function
-                with suppress(ValueError):  # an empty cell raises ValueError
+                with suppress(ValueError):  # An empty cell raises ValueError.
                     pending += [cell.cell_contents for cell in function.__closure__ or ()]
 
 

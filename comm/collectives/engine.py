@@ -126,7 +126,7 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
     if trace is None and recording is None:
         return
     end_s = time.perf_counter()
-    # Difference between the clock `monotonic`, which submission times use, and the clock `perf_counter`.
+    # Difference between `time.monotonic`, the clock of submission times, and `time.perf_counter`.
     ages_s = time.monotonic() - end_s
     if trace is not None:
         names = ", ".join(signature.name for signature in signatures)
@@ -164,7 +164,8 @@ class NameSlots:
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()  # name → (bit, last operation)
+        # Maps a name to (number of its bit, signature of the last operation with this name).
+        self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()
         self._free = list(range(capacity))
 
     def bit(self, work: EagerWork) -> int | None:
@@ -198,7 +199,7 @@ class NameSlots:
             self._slots[name] = heapq.heappop(self._free), signature
 
     def touch(self, name: str) -> None:
-        """Mark an operation name as the most recently used one, so that its bit is the last to be given to another."""
+        """Mark an operation name as the most recently used one, so that its bit is reused last."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
@@ -222,7 +223,8 @@ class Pending:
         self._lock = free_in_forked_children(threading.Lock())
         self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
-        self._rejected: dict[str, deque[str]] = {}  # name → errors for the next operations of this name
+        # Maps a name to the errors with which the next operations of this name fail.
+        self._rejected: dict[str, deque[str]] = {}
         self._join: ThreadWork | None = None
         self._progress: Progress = ()
         self._unnamed = 0
@@ -351,9 +353,9 @@ class Pending:
                 self._works.pop(work.signature.name, None)
 
     def reject(self, name: str, problem: str) -> None:
-        """Fail the operation with this name, because ranks disagree about it (`problem`).
+        """Fail the operation `name` with the error text `problem`, because ranks disagree about the operation.
 
-        It fails now if it is pending, else when this rank submits it.
+        If the operation is not pending, it fails when this rank submits it.
         """
         with self._lock:
             # Look up the operation again, because it may have been submitted since `snapshot` was called.
@@ -364,7 +366,7 @@ class Pending:
             work.finish(MismatchError(problem))
 
     def end_join(self, unnamed: int) -> None:
-        """Complete this rank's `join()`, because all ranks have called it.
+        """Complete this rank's `join()`. Called once all ranks have called `join()`.
 
         `unnamed` is the largest number of unnamed operations that any rank has submitted.
         """
@@ -450,13 +452,14 @@ class Rounds:
         self._pending, self._members = pending, members or range(comm.size)
         self.nccl: NcclRanks | None = None
         self.open_nccl = open_nccl
-        self._logged = False  # True once the log says why an operation on GPUs runs through host memory
+        self._logged = False  # True once the log contains the reason why operations on GPUs run in host memory.
         self.last_joined = -1
         self.completed = 0
         self.ended = False
         self._names = NameSlots()
-        self._joined: dict[int, int] = {}  # joined rank → its number of unnamed operations
-        self._join_announced = False  # True once an exchange has announced this rank's join
+        self._joined: dict[int, int] = {}  # Maps a rank that has called `join()` to its number of unnamed operations.
+        # True once the other ranks know from an exchange that this rank has called `join()`.
+        self._join_announced = False
         self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
     def run(self, works: Mapping[str, EagerWork], own: PendingReport, *, in_program_order: bool = False) -> bool:
@@ -667,7 +670,7 @@ class Rounds:
             error = err
         except Exception as err:
             if nccl is not None:
-                raise  # fails the job, because the GPUs of other ranks may wait for this rank
+                raise  # Fail the whole job on an error of NCCL, because the GPUs of other ranks may wait for this rank.
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
         trace_operations(signatures, works, begin_s)
@@ -726,7 +729,8 @@ class Rounds:
 
 
 LONGEST_PAUSE_S = 2e-3
-"""Longest pause in seconds after a round that completed no operation, because ranks have submitted different ones."""
+"""Longest pause in seconds between two rounds if a round completes no operation, because ranks have submitted different
+operations."""
 
 SHORTEST_PAUSE_S = 50e-6
 
@@ -778,7 +782,8 @@ class EagerEngine:
         self._number = comm.rank if members is None else members[comm.rank]
         self.known: dict[Hashable, Signature] = {}
         self.awaited: tuple[str, float] | None = None
-        self._round_lock = free_in_forked_children(threading.Lock())  # held by the thread that runs a round
+        # Held by the thread that runs a round (in which ranks agree on operations and run them).
+        self._round_lock = free_in_forked_children(threading.Lock())
         self._pause_s = 0.0
         self._training_thread = threading.current_thread()
         self._thread = threading.Thread(target=self._run, name="sirtaki-eager", daemon=True)
@@ -897,7 +902,7 @@ class EagerEngine:
                 try:
                     self._step()
                 except CommError:
-                    return  # `_step` has reported the error to all waiting threads
+                    return  # End the engine's thread. `_step` has already reported the error to all waiting threads.
 
     @outside_modes
     def _step(self, *, in_program_order: bool = False) -> None:
@@ -913,7 +918,7 @@ class EagerEngine:
         try:
             made_progress = self.rounds.run(*snapshot, in_program_order=in_program_order)
         except BaseException as err:
-            # Fail the job on any exception, even KeyboardInterrupt, because ranks cannot resume an interrupted round.
+            # Fail the job on any exception, even a KeyboardInterrupt, because ranks cannot resume an interrupted round.
             what = f"eager operations failed on rank {self._number} ({', '.join(snapshot[0]):.200})"
             error = err if isinstance(err, CommError) else caused(CommError(f"{what}: {err!r}"), err)
             self._failures.report(error)
@@ -986,8 +991,8 @@ class SparseSum:
 
 
 # ── process sets: subsets of the ranks, each with its own engine; set 0 is all ranks ──────────────────────────────────
-#
-# Adding or removing a process set is a collective of *all* ranks, also of those outside the set. All succeed or raise.
+# All ranks must take part in adding or removing a process set, also ranks outside the set. The call succeeds or raises
+# on all ranks alike.
 
 GLOBAL = 0
 """Id of the process set that contains all ranks."""

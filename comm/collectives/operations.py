@@ -137,7 +137,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return _digest_of(*[side(self) for side in AGREED_FIELDS.values()], self.problem)
 
     def renamed(self, name: str) -> Signature:
-        """Return a copy with another name. It keeps the cached properties that do not depend on the name."""
+        """Return a copy with another name. The copy keeps cached properties that do not depend on the name."""
         other = msgspec.structs.replace(self, name=name)
         known = self.__dict__
         other.__dict__.update({what: known[what] for what in _NAME_INDEPENDENT if what in known})
@@ -201,7 +201,8 @@ AGREED_FIELDS: dict[str, Callable[[Signature], object]] = {
     "{} root ranks": lambda side: side.root,
     "{} tensor shapes": Signature.fixed_shapes,
 }
-"""Fields of a `Signature` that must be equal on all ranks: (description, with {} for the kind of operation; getter)."""
+"""Fields of a `Signature` that must be equal on all ranks. Maps a description for messages, in which {} stands for the
+kind of the operation, to a function that returns the field."""
 
 
 def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
@@ -222,7 +223,7 @@ def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    """Return subject and verb of a sentence about ranks: `rank 3 has` or `ranks 0, 1, 2 and 5 more have`."""
+    """Return the subject and verb of a message about ranks: `rank 3 has` or `ranks 0, 1, 2 and 5 more have`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
@@ -230,7 +231,9 @@ def _ranks_have(ranks: Sequence[int]) -> str:
 
 
 def _format(value: object) -> str:
-    """Format a field: `((3, 4),)` → `[3, 4]`, `("float32",)` → `float32`."""
+    """Format a field of a `Signature` for a message: `((3, 4),)` becomes `[3, 4]`, and `("float32",)` becomes
+    `float32`.
+    """
     parts = value if isinstance(value, tuple) else (value,)
     return ", ".join(str(list(part)) if isinstance(part, tuple) else str(part) for part in parts) or "none"
 
@@ -307,8 +310,8 @@ SPIN_S = 3e-3
 this time, because all ranks start them together."""
 
 SLEEP_S = 50e-6
-"""Seconds of sleep between two polls of an operation that takes longer. It is short, because an operation makes
-progress only while it is polled."""
+"""Seconds of sleep between two polls of an operation that takes longer than `SPIN_S`. It is short, because an operation
+makes progress only while it is polled."""
 
 TESTS_PER_YIELD = 8
 
@@ -457,7 +460,10 @@ def zeros_for(signature: Signature) -> Tensors:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor whose conjugation and negation have been carried out."""
+    """Return a detached tensor with plain values.
+
+    A lazily conjugated or negated tensor is copied, because its memory holds other values.
+    """
     tensor = tensor.detach()
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
@@ -476,7 +482,7 @@ def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
         flat = _reduced(torch.cat([inputs[number].reshape(-1) for number in numbers]), signature, ranks)
         sizes = [inputs[number].numel() for number in numbers]
         for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
-            # Clone, because a view would keep the memory of all tensors alive.
+            # Clone this part of the fused result, because a view would keep the memory of all tensors alive.
             results[number] = part.clone().view(inputs[number].shape)
     return results
 
@@ -490,7 +496,10 @@ def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Te
 
 
 def _work_copy(flat: torch.Tensor, prescale: float) -> torch.Tensor:
-    """Return a scaled copy. Half precision becomes float32, because the control plane cannot reduce half precision."""
+    """Return a copy, multiplied by the scale factor.
+
+    Half precision becomes float32, because the control plane cannot reduce half precision.
+    """
     copy = flat.float() if flat.dtype in HALF_DTYPES else flat.clone()
     scale_(copy, prescale)
     return copy
@@ -583,8 +592,8 @@ MAX_SLOTS = 1024
 """Largest number of cached `Slot` objects (places of tensors in messages)."""
 
 _WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
-"""Dtypes of tensors that are converted before they are put into a message of a round, and the dtype that they get
-there. Must match the conversions of `_work_copy` and `_reducible`."""
+"""Dtypes that change in a message of a round: dtype of the tensor → dtype in the message. Must match the conversions of
+`_work_copy` and `_reducible`."""
 
 _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

@@ -102,7 +102,7 @@ class Communicator(Protocol):
     def same_host(self) -> int:
         """Return a number that is equal on all ranks of one host. Collective, may block.
 
-        Over a TCP mesh, ranks of different hosts get equal numbers, too, because the mesh does not know the hosts.
+        Over a TCP mesh, ranks of different hosts also get equal numbers, because the mesh does not know the hosts.
         """
         ...
 

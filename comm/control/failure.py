@@ -61,7 +61,7 @@ class FailureBoard:
         return self._error
 
     def set_wait_callback(self, callback: Callable[[], None] | None) -> None:
-        """Set a function that threads of this rank call regularly while they wait for other ranks. None = none."""
+        """Set the function that waiting threads of this rank call regularly. None removes it."""
         self._wait_callback = callback
 
     def run_wait_callback(self) -> None:
@@ -78,7 +78,7 @@ class FailureBoard:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Let the `with` body wait for a GPU, then raise the recorded failure, if there is one."""
+        """Run a wait for a GPU as the `with` body, then raise the recorded failure, if there is one."""
         self.raises_next = True
         try:
             yield

@@ -44,8 +44,8 @@ _NOTICE_S = 10.0
 """Seconds after which a rank logs which other ranks have not connected yet."""
 
 WRONG_SECRET_S = 3.0
-"""Seconds for which a rank tries again to connect after authentication has failed, because a process of another job may
-use the port for a while."""
+"""Seconds for which a rank retries a connection whose authentication has failed. A process of another job may use the
+port for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ _SPARE_DESCRIPTORS = 8
 
 
 def _check_descriptors(size: int, *, rank: int) -> None:
-    """Raise now if this process cannot have a connection to each rank, because `connect` would try until its deadline.
+    """Check that this process may open a connection to each rank. Otherwise, `connect` would retry until its deadline.
 
     Raises:
         ConfigError: the limit of open files is too low.
@@ -258,7 +258,7 @@ def connect_members(
     one_host = all(other.host == members[rank].host for other in members)
     for listener in listeners:
         if one_host and listener.getsockname()[0] != LOOPBACK:
-            # Listen only at the loopback address, because all ranks are on this host.
+            # Close the other listeners, because all ranks are on this host and connect over loopback.
             listener.close()
     listeners = tuple(listener for listener in listeners if listener.fileno() >= 0)
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(members)))
@@ -433,7 +433,10 @@ def meet(
 
 
 def _store(meeting: Meeting, deadline: Deadline) -> Store:
-    """Return the key-value store at which the ranks meet: serve it if this rank must do so, else connect to it."""
+    """Return the key-value store through which the ranks exchange their addresses.
+
+    If this rank must serve the store, start it. Otherwise connect to it.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     timeout = datetime.timedelta(seconds=max(1.0, deadline.left_s))
@@ -488,7 +491,9 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
 def _wait_with_notice(
     condition: Callable[[], bool], deadline: Deadline, poll: Poll, *, rank: int, what: Callable[[], str]
 ) -> bool:
-    """Wait for a condition. After `_NOTICE_S` seconds, log what this rank waits for: the text from `what`, if any.
+    """Wait for a condition.
+
+    After `_NOTICE_S` seconds without success, log the text that `what` returns: what this rank waits for.
 
     Returns:
         False if the deadline has passed.
@@ -642,7 +647,10 @@ class StoreExchange:
             return False
 
         def awaited() -> str:
-            """Return which ranks are missing, for the log. All ranks but the first look only for the first rank."""
+            """Return the ranks that are missing, as text for the log. The first rank waits for all ranks.
+
+            Every other rank waits only for the first rank.
+            """
             if self._own == self._ranks[0]:
                 return missing()
             return "" if self._call("check", [self._key(what, self._ranks[0])]) else f"rank {self._ranks[0]}"
@@ -686,7 +694,8 @@ class StoreExchange:
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}{what}/{rank}"
 
-    def _call(self, method: str, *arguments: Any) -> Any:  # Any, because the store's methods have different types
+    # Arguments and result are Any, because the store's methods have different types.
+    def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError as err:

@@ -121,7 +121,7 @@ class _PostedReceive:
 
     def __init__(self, view: memoryview, filled: int, sequence: int) -> None:
         self.view, self.filled, self.sequence = view, filled, sequence
-        self.in_place = False  # True while a frame is being read straight into `view`
+        self.in_place = False  # True while bytes are read from the socket straight into `view`, without a copy.
 
 
 class Inbox:
@@ -209,7 +209,7 @@ class Mailbox:
 
     def inbox(self, source: int) -> Inbox:
         """Return the inbox of the sender with rank `source` in the mesh."""
-        # Use setdefault, because the reading thread and the receiving thread may create the inbox at the same time.
+        # Use setdefault, because the reading thread and the receiving thread may both create the inbox.
         return self._inboxes.get(source) or self._inboxes.setdefault(source, Inbox())
 
     def place(self, source: int, header: Header) -> memoryview:
@@ -266,7 +266,8 @@ class Connection:
         ended: True once nothing more can be received.
     """
 
-    # Without a dict, because a rank of a large job has thousands of connections, most of which carry no messages.
+    # Use `__slots__` to save memory. A rank of a large job has thousands of connections, and most of them carry no
+    # messages.
     __slots__ = (
         "_filled",
         "_header",
@@ -300,9 +301,10 @@ class Connection:
         self._socket, self.rank = sock, rank
         self.last_read_s = time.monotonic()
         self.received_bye = self.ended = self.has_received = False
-        self._send_lock = threading.Lock()  # `close_in_child` frees it
+        # A forked child frees this lock in `close_in_child`, because a thread of the parent may hold it at the fork.
+        self._send_lock = threading.Lock()
         self._queue: list[tuple[list[memoryview], Sending]] = []
-        self._rest = b""  # beginning of a header that has not arrived completely
+        self._rest = b""  # Beginning of a header whose other bytes have not arrived yet.
         self._header: Header | None = None
         self._payload = _NOTHING
         self._filled = 0
@@ -406,7 +408,7 @@ class Connection:
                 return
 
     def _parse(self, receiver: Links, data: memoryview) -> None:
-        """Deliver the complete frames in `data`. Keep the beginning of an incomplete one."""
+        """Deliver the complete frames in `data`. Keep the bytes of an incomplete frame for the next call."""
         begin = 0
         while len(data) - begin >= HEADER_BYTES:
             header = decode(data, begin)
@@ -432,7 +434,10 @@ class Connection:
         self._socket.close()
 
     def close_in_child(self) -> None:
-        """Close the socket in a forked child. Free the lock, because a thread may have held it at the fork."""
+        """Close the socket in a forked child.
+
+        Replace the send lock, because a thread of the parent may have held it at the fork.
+        """
         self._send_lock._at_fork_reinit()  # type: ignore[attr-defined]  # all lock types have it
         self.close()
 
@@ -502,7 +507,10 @@ class Links:
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, context: int) -> Mailbox:
-        """Open the mailbox of the communicator with id `context`. It has the messages received before this call."""
+        """Open the mailbox of the communicator with id `context`.
+
+        Messages that arrived before this call are already in it.
+        """
         return self._mailboxes.get(context) or self._mailboxes.setdefault(context, Mailbox())
 
     def free(self, context: int) -> None:
@@ -552,7 +560,8 @@ class Links:
             self._drop(connection)
             self._report_lost(connection.rank, f"rank {self.rank} received bad data from rank {connection.rank}: {err}")
             return
-        except BaseException:  # such as KeyboardInterrupt, which may have cut a message that was being read
+        except BaseException:
+            # Catch KeyboardInterrupt, too. The read may have stopped within a message, so the connection is unusable.
             self._drop(connection)
             self._report_lost(connection.rank, f"rank {self.rank} was interrupted while it read from {connection.rank}")
             raise
@@ -776,7 +785,8 @@ def recursive_doubling(exchange: Exchange, array: Array, op: Op) -> Steps:
         sending = exchange.send(array, partner)
         yield from exchange.receive(other, partner)
         yield from until_sent(sending)
-        # In the order of ranks on both, because a sum of two NaNs is the first of them.
+        # Reduce in rank order on both ranks, so that their results are bitwise equal. The sum of two NaNs is the first
+        # one.
         UFUNCS[op](*((array, other) if rank < partner else (other, array)), out=array)
         distance *= 2
     if rank + power < exchange.size:
@@ -795,7 +805,10 @@ def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
     begin = [0, *accumulate(counts)]
 
     def parts(first: int, number: int) -> list[Array]:
-        """Return the parts of `number` ranks from rank `first` on: one view, or two if rank 0 follows the last rank."""
+        """Return the parts of `number` consecutive ranks, beginning with rank `first`.
+
+        If the last rank is among them and rank 0 follows, return two views instead of one.
+        """
         over = max(0, first + number - size)
         pieces = [whole[begin[first] : begin[first + number - over]]]
         return pieces if not over else [*pieces, whole[: begin[over]]]
@@ -920,7 +933,7 @@ class MeshCommunicator:
             context: id of this communicator, equal on all its ranks and unique in the mesh.
         """
         self._links, self._context = links, context
-        # Keep a range, because its `index` does not search.
+        # Keep a range of ranks, because `range.index` takes constant time, whereas `list.index` searches.
         self._members: Sequence[int] = range(links.size) if members is None else members
         self.rank, self.size = self._members.index(links.rank), len(self._members)
         self.failures = links.failures
@@ -929,11 +942,11 @@ class MeshCommunicator:
         self._opened: Counter[str] = Counter()
 
     def duplicate(self) -> MeshCommunicator:
-        """Open a communicator over the same ranks, without a message."""
+        """Open a communicator over the same ranks, without sending a message."""
         return self._derive("duplicate", self._members)
 
     def subset(self, ranks: Sequence[int]) -> MeshCommunicator:
-        """Open a communicator over `ranks`, without a message."""
+        """Open a communicator over `ranks`, without sending a message."""
         return self._derive(f"of {','.join(map(str, ranks))}", tuple(self._members[rank] for rank in ranks))
 
     def _derive(self, how: str, members: Sequence[int]) -> MeshCommunicator:
@@ -941,7 +954,10 @@ class MeshCommunicator:
         return MeshCommunicator(self._links, members, _context_id(f"{self._context} {how} {self._opened[how]}"))
 
     def free(self) -> None:
-        """Free this communicator, without a message. If it is that of all ranks, close the TCP connections."""
+        """Free this communicator, without sending a message.
+
+        Freeing the communicator of all ranks also closes the TCP connections.
+        """
         if self._context == WORLD:
             self._links.close()
         self._links.free(self._context)
@@ -995,7 +1011,7 @@ class MeshCommunicator:
         return self._start(Exchange(self, 0).receive(array, rank))
 
     def _next(self) -> Exchange:
-        # Skip the sequence number 0, because `send` and `receive` use it.
+        # Skip the sequence number 0, because it is reserved for `send` and `receive`.
         self._sequence = self._sequence % 0xFFFFFFFF + 1
         return Exchange(self, self._sequence)
 
@@ -1028,9 +1044,9 @@ class MeshCommunicator:
         )
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """Return the next message sent by `post`, as (source, tag, message), or None.
+        """Return the next message sent by `post`, as (source, tag, message). None if none has arrived.
 
-        Reads the connections if no message has been read yet.
+        If no message has been read yet, first read the connections.
         """
         posts = self._mailbox.posts
         if not posts:

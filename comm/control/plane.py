@@ -93,8 +93,9 @@ def align_clocks(control: ControlPlane) -> float:
 
 
 _FIRST_BYTES, _LENGTH_BYTES = 256, 8
-"""Size in bytes of each rank's message in the first all-gather of `gather`, and size of its first field: the length of
-the pickled value. The rest of the message is the value itself if it fits."""
+"""Size in bytes of each rank's message in the first all-gather of `gather`, and of the length field at its beginning.
+
+The rest of the message holds the pickled value if the value fits. Otherwise a second all-gather sends the values."""
 
 
 def gather(value: Any, *, comm: Communicator) -> list[Any]:
@@ -133,7 +134,8 @@ LIMIT_S = 300.0
 
 CONNECT_TIMEOUT_S, CONNECTIONS = 3.0, 3
 APART_S = 100e-6
-"""Seconds between the connections of two consecutive ranks to rank 0, so that they do not overflow its queue."""
+"""Delay in seconds between the connections of consecutive ranks to rank 0. It keeps the queue of rank 0's listening
+socket from overflowing."""
 
 ATTEMPT_S, RETRY_INTERVAL_S = 1.0, 0.05
 """Time limit of one attempt to connect to a key-value store, and pause before the next attempt, in seconds. If the job
@@ -264,7 +266,7 @@ class ControlPlane:
         nodes = self.hosts if local_size is None else [rank // local_size for rank in range(self.size)]
         self.node_ranks = _peers_with_mark(self.rank, nodes)
         self.local_rank, self.local_size = self.node_ranks.index(self.rank), len(self.node_ranks)
-        before: Counter[int] = Counter()  # ranks counted so far, by node
+        before: Counter[int] = Counter()  # Number of ranks counted so far on each node.
         local_ranks = []
         for node in nodes:
             local_ranks.append(before[node])
@@ -277,7 +279,8 @@ class ControlPlane:
         self._rendezvous = _Rendezvous()
         self._owned: list[Communicator] = []
         self._scopes: list[ControlPlane] = []
-        self._close_collectively: Callable[[], None] | None = None  # in a scope: set when this rank releases it
+        # Set in a scope (view for one component) once this rank has released the scope.
+        self._close_collectively: Callable[[], None] | None = None
 
     @property
     def is_homogeneous(self) -> bool:
@@ -335,7 +338,8 @@ class ControlPlane:
         All ranks free them in the same order.
         """
         if not self._scopes:
-            # Returning without the collective is safe: ranks open scopes in the same order, so all have none.
+            # All ranks return here, because they open scopes in the same order. So no rank waits in the collective
+            # below.
             return
         released = self.minimum(np.array([float(scope._close_collectively is not None) for scope in self._scopes])) > 0
         kept = []
@@ -419,7 +423,10 @@ class ControlPlane:
         return [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
 
     def _listen(self) -> tuple[socket.socket | None, tuple[list[str], int] | SirtakiError]:
-        """Listen, and close each accepted connection. Return the listener, and its addresses and port, or an error."""
+        """Listen, and close each accepted connection at once, so that peers can test whether they reach this rank.
+
+        Return the listener, and its addresses and port, or an error.
+        """
         try:
             addresses = self._addresses()
             listener = socket.create_server((addresses[0] if len(addresses) == 1 else "0.0.0.0", 0), backlog=512)
@@ -429,7 +436,7 @@ class ControlPlane:
             return None, TransportError(f"rank 0 cannot listen for connections: {err}")
 
         def accept() -> None:
-            with suppress(OSError):  # raised once the listener is closed
+            with suppress(OSError):  # `accept` raises OSError once the listening socket is closed.
                 while True:
                     listener.accept()[0].close()
 
@@ -520,7 +527,8 @@ class ControlPlane:
 
     def close(self) -> None:
         """Free all communicators except the one passed to the constructor. Collective."""
-        # Close the released scopes only. A scope that a component of some rank still uses stays open.
+        # `reclaim` frees only scopes that all ranks have released. Another scope stays open, because a component of
+        # some rank still uses it.
         self.reclaim()
         self._free_owned()
         for comm in (self.cross, self.node, self.comm):

@@ -61,8 +61,10 @@ class StragglerWatch:
         self._totals = self._reported = _OwnTimes(0, 0.0, time.monotonic())
         self._due_s = 0.0
         self._own_s: dict[int, float] = {}
-        self._changes: Counter[int] = Counter()  # reports in a row that contradict `slow`, by rank
-        self._since_s: dict[int, float] = {}  # time of the first of these reports
+        # For each rank, number of reports in a row that contradict its entry in `slow`.
+        self._changes: Counter[int] = Counter()
+        # For each rank, time of the first report in a row that contradicts its entry in `slow`.
+        self._since_s: dict[int, float] = {}
         self.slow: dict[int, float] = {}
 
     def iteration_ended(self, waited_s: float, *, counts: bool) -> None:
@@ -83,11 +85,13 @@ class StragglerWatch:
         """Report this rank's times if they are due. On rank 0, compare the ranks. Called by the watchdog's thread."""
         now, before, now_s = self._totals, self._reported, time.monotonic()
         if not before.iterations or now.iterations < before.iterations:
-            self._reported = now  # no report yet: the first iteration includes the time before training
+            # Do not report the time of the first iteration, because it includes everything before training.
+            self._reported = now
         elif now_s >= self._due_s and now.iterations - before.iterations >= FEWEST_ITERATIONS:
             self._reported, self._due_s = now, now_s + PERIOD_S
             own_s = (now.at_s - before.at_s - (now.waited_s - before.waited_s)) / (now.iterations - before.iterations)
-            self._courier.send(0, Tag.OWN_TIME, own_s)  # rank 0 sends it to itself
+            # Rank 0 sends its iteration time to itself, too, so that it compares all ranks alike.
+            self._courier.send(0, Tag.OWN_TIME, own_s)
         if self._courier.rank == 0 and (reports := self._courier.receive(Tag.OWN_TIME)):
             self._own_s |= dict(reports)
             median_s = statistics.median_low(self._own_s.values())

@@ -77,11 +77,13 @@ class Poll(Enum):
     """
 
     SPIN = 20e-6, 1e-3
-    """For messages of other ranks: the thread evaluates the condition without pause before it sleeps."""
+    """Interval for messages of other ranks. The thread spins (evaluates the condition without a pause) before it
+    sleeps."""
     SLICES = 1e-3, WAIT_SLICE_S
-    """For waits on other threads, and for conditions whose evaluation is expensive, because it needs a system call."""
+    """Interval for waits on other threads, and for conditions that are expensive to evaluate, because they need a
+    system call."""
     SLOW = 50e-3, 100e-3
-    """For processes and hosts, which take seconds to change their state."""
+    """Interval for waits on processes and hosts, which take seconds to change their state."""
 
 
 def wait_for(

@@ -43,8 +43,8 @@ class Tag(IntEnum):
     ITERATION = 6
     """The sender is in an iteration of an optimizer. The receiver, which has called `join()`, must take part."""
     BLOCKED = 7
-    """The sender reports what it has long waited for. If it waits for the receiver, which waits too, the receiver stops
-    its own wait to end the deadlock."""
+    """Report of what the sender has waited for, once its wait is long. If sender and receiver wait for each other, the
+    receiver stops its own wait to end the deadlock."""
     OWN_TIME = 8
     """The sender reports to rank 0 the seconds per iteration in which it does not wait for other ranks."""
 
@@ -272,7 +272,7 @@ class Watchdog:
 
     def _ask(self, ranks: Sequence[int]) -> None:
         """Ask ranks what they are doing, and wait for their answers."""
-        self._answers = {}  # may also receive late answers of ranks that were asked before
+        self._answers = {}  # This dict may also receive late answers to earlier questions.
         for rank in ranks:
             self._courier.send(rank, Tag.WHERE)
 
@@ -283,9 +283,12 @@ class Watchdog:
         wait_for(all_have_answered, Deadline.after(ANSWER_S), Poll.SLICES)
 
     def _is_lowest_waiting(self, wait: PendingWait) -> bool:
-        """Return whether no lower rank waits for the operation `wait.what`. Only the lowest rank logs a warning.
+        """Return whether no lower rank waits for the operation `wait.what`.
 
-        Asks few ranks at first, because rank 0 usually waits, too. So not every rank asks all others.
+        Only the lowest waiting rank logs a warning.
+
+        Asks a few of the lowest ranks first, because rank 0 usually waits, too. So most ranks need not ask all lower
+        ranks.
         """
         first, end = 0, self._courier.rank
         while first < end:

@@ -75,8 +75,8 @@ MEMORY_SHARE = 0.1
 need more."""
 
 FREE_SHARE = 0.5
-"""Largest fraction of the GPU's free memory that one more NCCL communicator may use. If memory ran out, the job would
-end."""
+"""Largest fraction of the GPU's free memory that one more NCCL communicator may use. The limit keeps the job from
+running out of memory."""
 
 
 THREADS_PER_CTA = 512
@@ -85,8 +85,8 @@ THREADS_PER_CTA = 512
 MAX_CTAS = 32
 
 SHARE_ALIGNMENT_BYTES = 16
-"""Alignment of each rank's part of a unit (bucket) in the hierarchical algorithm. Only at such addresses, NCCL's
-kernels load and store 16 bytes at once."""
+"""Alignment in bytes of each rank's part of a unit (bucket) in the hierarchical algorithm. NCCL's kernels load and
+store 16 bytes at once only at aligned addresses."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
 """Possible numbers of GPU threads that reduce one unit (bucket): those of 1, 2, 4, 8 or 16 CTAs (thread blocks)."""
@@ -106,8 +106,8 @@ class Scope(Enum):
     """Set of ranks that a communicator connects."""
 
     ALL = "all"
-    NODE = "node"  # all ranks of this rank's node
-    ACROSS = "across"  # on each node, the rank with the same local rank as this rank
+    NODE = "node"  # Connects all ranks of this rank's node.
+    ACROSS = "across"  # Connects the ranks with the same local rank as this rank, one per node.
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,8 @@ class CommunicatorPool:
         self.number, self.launched = number, 0
         self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
         self.cuda_streams: dict[int, Any] = {}
-        self._taken_share = 0.0  # sum over communicators of the largest fraction of GPU memory on any rank
+        # Fraction of GPU memory that the open communicators use: for each, the largest fraction on any rank, summed.
+        self._taken_share = 0.0
         self._aborting = free_in_forked_children(threading.Lock())
         add_nccl_owner(self)
 
@@ -281,16 +282,16 @@ class CommunicatorPool:
             self._close(unused)
 
     def _lacks_memory(self) -> bool:
-        """Return whether there is too little GPU memory for one more communicator of average size. Collective."""
+        """Return whether GPU memory is too short for one more communicator of average size. Collective."""
         mean_share = self._taken_share / len(self.open)
         return self._expected_share() > MEMORY_SHARE or mean_share > FREE_SHARE * self._free_share()
 
     def _expected_share(self) -> float:
-        """Return the fraction of GPU memory that all communicators will use with one more of average size."""
+        """Return the fraction of GPU memory that the open communicators and one more of average size use together."""
         return self._taken_share * (len(self.open) + 1) / len(self.open)
 
     def _free_share(self) -> float:
-        """Return the free fraction of GPU memory, on the rank where it is the smallest. Collective."""
+        """Return the free fraction of GPU memory on the rank with the least free memory. Collective."""
         free, total = self.opener.memory_bytes()
         return 1.0 - self._worst(1.0 - free / total)
 
@@ -344,7 +345,8 @@ class CommunicatorPool:
 
 
 def _abort(group: Group) -> None:
-    with contextlib.suppress(RuntimeError):  # because the communicator has failed anyway
+    # Ignore an error of the abort, because the communicator is aborted only after a failure.
+    with contextlib.suppress(RuntimeError):
         group.abort()
 
 
@@ -397,7 +399,8 @@ class NcclTransport(Transport):
         self._pool, self._device = pool, device
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
-        self.stream_cost = StreamCost()  # no descriptors or threads; the pool limits the GPU memory of streams
+        # The transport uses no descriptors or threads per stream. Its GPU memory is limited by the pool.
+        self.stream_cost = StreamCost()
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
         """Return the keys of the NCCL communicators that units (buckets) on `streams` need."""
@@ -410,14 +413,17 @@ class NcclTransport(Transport):
         """
         keys = self.keys(streams)
         if not set(keys) <= self._pool.open.keys():
-            self._device.synchronise()  # no operation may be in flight when the pool closes a communicator
+            # Wait for the GPU, because no operation may be in flight when the pool closes a communicator.
+            self._device.synchronise()
         self._pool.require(keys)
 
     def run(self, act: Callable[[], None], *, stream: StreamSpec) -> Work:
-        """Call `act`, whose operations run on the CUDA stream of `stream.number`. Non-blocking.
+        """Call `act`, which launches operations, with the CUDA stream of `stream.number` as current stream.
 
-        They run after the work that is queued on the current CUDA stream. Units (buckets) with the same stream number
-        run one after another, even if different communicators reduce them.
+        Non-blocking.
+
+        The operations run after the work that is queued on the caller's current CUDA stream. Units (buckets) with the
+        same stream number run one after another, even if different communicators reduce them.
         """
         device, timed = self._device, recorder.times_wanted()
         packed = device.record_event()
@@ -456,7 +462,8 @@ class NcclTransport(Transport):
                 with LAUNCH_LOCK:
                     self._pool.launched += 1
                     launch()
-            except (RuntimeError, KeyError) as err:  # KeyError: another thread has aborted the communicator
+            except (RuntimeError, KeyError) as err:
+                # A KeyError means that another thread has aborted the communicator.
                 raise CommError(
                     f"NCCL could not launch the {what} on stream {stream.number}: {err}; set NCCL_DEBUG=INFO and run "
                     "again for details"
@@ -464,7 +471,7 @@ class NcclTransport(Transport):
 
         return self.run(guarded, stream=stream)
 
-    def _cuda_stream(self, number: int) -> Any:  # Any: the class of streams depends on the device
+    def _cuda_stream(self, number: int) -> Any:  # Return type Any, because the class of streams depends on the device.
         streams = self._pool.cuda_streams
         if number not in streams:
             streams[number] = self._device.make_stream()
@@ -649,7 +656,8 @@ class NcclGroup:
     current stream see the result.
     """
 
-    def __init__(self, group: Any) -> None:  # Any: ProcessGroupNCCL, which a torch without CUDA lacks
+    # The group is Any, because a torch without CUDA has no class `ProcessGroupNCCL`.
+    def __init__(self, group: Any) -> None:
         """Wrap a `ProcessGroupNCCL`. `close` and `abort` shut it down."""
         self._group = group
 
@@ -673,7 +681,8 @@ class NcclGroup:
         self._reduce(tensor, _make_nccl_premul_sum(scale))
         return True
 
-    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:  # Any: RedOpType or ReduceOp; torch accepts both
+    # `op` is Any, because torch accepts both a RedOpType and a ReduceOp.
+    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self._order(self._group.allreduce([tensor], _on_current_stream(options)))
@@ -703,13 +712,15 @@ class NcclGroup:
         return int(self._group.rank())
 
     @staticmethod
-    def _order(work: Any) -> None:  # Any: torch's `Work`, or None from torch 2.8 on
+    # `work` is Any, because it is a `Work` of torch before 2.8, and None from torch 2.8 on.
+    def _order(work: Any) -> None:
         if work is not None:
             work.wait()
 
     def error(self) -> str:
         """Return the asynchronous error of the NCCL communicator, "" if there is none. Thread-safe."""
-        if not hasattr(self._group, "get_error"):  # torch < 2.7 cannot query errors
+        if not hasattr(self._group, "get_error"):
+            # Before PyTorch 2.7, a process group cannot report its error.
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
@@ -723,7 +734,8 @@ class NcclGroup:
 
     def close(self) -> None:
         """Free the NCCL communicator. Collective. No operation may be in flight."""
-        self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only `_shutdown`
+        # In PyTorch 2.4, the method for closing a process group is called `_shutdown`.
+        self._end("shutdown", "abort", "_shutdown")
 
     def abort(self) -> None:
         """Make pending operations fail, and free the NCCL communicator. Not collective. Thread-safe."""
@@ -733,7 +745,7 @@ class NcclGroup:
         next(getattr(self._group, name) for name in methods if hasattr(self._group, name))()
 
 
-def _on_current_stream(options: Any) -> Any:  # Any: the class of options depends on the collective
+def _on_current_stream(options: Any) -> Any:  # `options` is Any, because their class depends on the collective.
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
@@ -803,7 +815,7 @@ class _Opening:
         try:
             self._device.enter_thread()
             self.run()
-        except Exception as err:  # any error must reach the training thread
+        except Exception as err:  # Catch every error of the helper thread, so that the training thread can report it.
             self.problem = self.problem or str(err)
 
     def abort(self) -> None:
@@ -887,8 +899,8 @@ class NcclOpener:
         """
         control, opening = self._control, _Opening(self._control, self._device, FIRST, timeout=self._timeout)
         failed, within_s = f"{opening.prefix}/failed", self._timeout.total_seconds()
-        # Poll the store over a second connection, because the attempt may block the first one. torch 2.4 cannot clone a
-        # store, so nothing is polled with it.
+        # Poll the store over a second connection, because the attempt may block the first one. With PyTorch 2.4, which
+        # cannot clone a store, do not poll.
         watched = opening.store.clone() if hasattr(opening.store, "clone") else None
         thread = threading.Thread(target=opening.attempt, name="sirtaki-nccl-start", daemon=True)
         thread.start()
@@ -940,7 +952,7 @@ def nccl_variables(key: CommunicatorKey) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while the body of the `with` statement runs, then restore the user's values."""
+    """Set environment variables for the body of the `with` statement, then restore their earlier values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -1004,7 +1016,7 @@ def find_nccl(
         return None
     ways = tunable_ways(control) if user == GRADIENTS else ()
     opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways)
-    if problem := opener.open_first():  # typical causes: a MIG slice, an old driver, a small /dev/shm
+    if problem := opener.open_first():  # Typical problems of NCCL are a MIG slice, an old driver or a small /dev/shm.
         _log_reason(control, user, f"NCCL could not be started ({problem})")
         return None
     if reasons:
@@ -1019,7 +1031,8 @@ def _log_reason(control: ControlPlane, user: str, reason: str) -> None:
 
 def _identity(device: CudaDevice, host: int) -> str:
     """Return an id of the GPU. Two ranks share a GPU if and only if their ids are equal."""
-    found: Any = torch.cuda.get_device_properties(device.torch_device)  # Any: fields depend on torch's version
+    # Typed as Any, because the fields of the GPU's properties depend on the version of PyTorch.
+    found: Any = torch.cuda.get_device_properties(device.torch_device)
     for name in ("uuid", "pci_bus_id"):
         if hasattr(found, name):
             return f"{host} {getattr(found, name)}"

@@ -149,7 +149,7 @@ def descriptors_for_streams() -> int:
     """Return how many of the free file descriptors new streams (parallel connections) may use."""
     try:
         in_use = len(os.listdir("/proc/self/fd"))
-    except OSError:  # the system has no /proc, or no file descriptor is free to open it
+    except OSError:  # `listdir` fails if the system has no /proc, or if no file descriptor is free to open it.
         in_use = descriptor_limit() // 2
     return max(0, int(SHARE * (descriptor_limit() - in_use)))
 
@@ -163,7 +163,7 @@ def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
 def reserved(cost: StreamCost) -> Iterator[str]:
     """Check that this process can open as many file descriptors and start as many threads as `cost` states.
 
-    The check opens that many descriptors and starts that many threads. They exist until the end of the `with` body.
+    The check opens that many descriptors and starts that many threads. It frees them at the end of the `with` body.
 
     Yields:
         Error message if a file descriptor cannot be opened or a thread cannot be started. Empty = no error.
@@ -290,7 +290,7 @@ class Worker:
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # frees the buffers to which the task refers, before the thread blocks
+            del task  # Drop the reference to the task before the thread blocks, so that the task's buffers are freed.
 
     def end(self) -> None:
         """Make the thread end after it has run the queued tasks. Non-blocking."""
@@ -319,7 +319,8 @@ class ThreadWork(Work):
     """
 
     def __init__(self) -> None:
-        self._in_flight = threading.Lock()  # held until the work ends; a lock is cheaper than a `threading.Event`
+        # The helper thread's lock, held until the work ends. It is cheaper than a `threading.Event`.
+        self._in_flight = threading.Lock()
         self._in_flight.acquire()
         self._error: CommError | None = None
         self.begun_s = self.done_s = 0.0
@@ -348,7 +349,8 @@ class ThreadWork(Work):
             act()
         except CommError as err:
             self.finish(err)
-        except Exception as err:  # any error must wake the waiting thread
+        except Exception as err:
+            # Catch every error, because otherwise the thread that waits for the work would never wake up.
             self.finish(CommError(f"{failed}: {err!r}"))
         else:
             return True
@@ -372,7 +374,8 @@ class ThreadWork(Work):
         """
         if not self._in_flight.acquire(timeout=timeout_s):
             return False
-        self._in_flight.release()  # lets the next waiting thread continue
+        # Release the lock at once, so that other threads that wait for the same work continue.
+        self._in_flight.release()
         if self._error is not None:
             raise fresh(self._error)
         return True
@@ -387,7 +390,7 @@ class ThreadWork(Work):
 
 
 class StreamSpec(NamedTuple):
-    """Stream (connection on CPUs, CUDA stream on GPUs) that reduces a unit (bucket), and how NCCL reduces the unit.
+    """Stream (connection on CPUs, CUDA stream on GPUs) that reduces a unit (bucket), with NCCL's settings for the unit.
 
     Attributes:
         number: index of the stream.
@@ -482,7 +485,10 @@ class Transport(ABC):
         raise NotImplementedError
 
     def run(self, act: Callable[[], None], *, stream: StreamSpec) -> Work:
-        """Call `act` so that its operations run on a CUDA stream. Non-blocking. Only NCCL's transports implement it."""
+        """Call `act`, which launches operations on the current CUDA stream, with `stream` as that stream. Non-blocking.
+
+        Only NCCL's transports implement it.
+        """
         raise NotImplementedError
 
     def keep(self, streams: int) -> None:  # noqa: B027 - most transports have nothing to close
@@ -581,7 +587,7 @@ def open_together(
     problem = ""
     try:
         opened.append(open_local())
-    except (RuntimeError, MemoryError) as err:  # raised by PyTorch, MPI, and starts of threads
+    except (RuntimeError, MemoryError) as err:  # PyTorch, MPI and the start of a thread raise these errors.
         problem = f"{what}: {explained(err)}"
     try:
         agree(problem)

@@ -117,11 +117,11 @@ class GroupOpening:
                     _abort(outcome.result())
             raise RuntimeError(str(errors[0]) if errors else self._problem) from (errors[0] if errors else None)
         _stores_in_use.extend(stores)
-        self._keys.clear()  # because Gloo reads no key once it is connected
+        self._keys.clear()  # Free the addresses of ranks. Gloo does not read them once it is connected.
         return [outcome.result() for outcome in outcomes]
 
     def _run(self, create: Callable[[], ProcessGroupGloo], outcome: Future[ProcessGroupGloo]) -> None:
-        """Run a thread that opens one process group. Close the group if the caller no longer waits for it."""
+        """Open one process group, in a thread of its own. Close the group if the caller no longer waits for it."""
         error, group = None, None
         try:
             group = keep_in_forked_children(create())
@@ -138,7 +138,11 @@ class GroupOpening:
             self._changed.notify_all()
 
     def _exchange(self, outcomes: Sequence[Future[ProcessGroupGloo]]) -> bool:
-        """All-gather the new keys once no thread of this rank can continue. Return whether all ranks have finished."""
+        """Wait until each opening thread waits for a key or has ended, then all-gather the keys that these threads have
+        set.
+
+        Return whether the threads of all ranks have ended.
+        """
         while True:
             self._failures.check()
             with self._changed:
@@ -147,7 +151,8 @@ class GroupOpening:
                     break
                 if self._problem and time.monotonic() > self._give_up_s:
                     for outcome in outcomes:
-                        outcome.cancel()  # if the thread still opens the group later, it closes the group
+                        # If the thread still opens the process group later, it closes the group itself.
+                        outcome.cancel()
                     continue
                 self._changed.wait(WAIT_SLICE_S)
         errors = [each.exception() for each in outcomes if each.done() and not each.cancelled()]
@@ -231,8 +236,8 @@ END_S = 1.0
 """Seconds for which `GlooTransport.close` waits for its threads. Threads that have not ended by then keep running."""
 
 OWN_DESCRIPTORS = 5
-"""Number of file descriptors of a Gloo process group besides one connection per peer: the descriptor of the listening
-socket, and the descriptors of the I/O thread."""
+"""Number of file descriptors that a Gloo process group uses besides one connection per peer: those of its listening
+socket and of its I/O thread."""
 
 OTHER_DESCRIPTORS = 100
 """Typical number of file descriptors that a training process has open besides those for communication."""
@@ -277,13 +282,13 @@ class _GlooUnitWork(Work):
         if self._done:
             return True
         if not self._work.is_completed():
-            # Ignore the error here, because `wait` also raises if its timeout expires while the reduction continues.
+            # Ignore the error, because `wait` also raises if its timeout expires while the reduction continues.
             with contextlib.suppress(RuntimeError):
                 self._work.wait(datetime.timedelta(seconds=timeout_s))
             if not self._work.is_completed():
                 return False
         try:
-            self._work.wait()  # raises if the reduction has failed
+            self._work.wait()  # `wait` raises if the reduction has failed.
         except RuntimeError as err:
             raise CommError(
                 f"the Gloo operation {self._what} failed; most likely a rank has ended or its network is down (look "
@@ -295,13 +300,15 @@ class _GlooUnitWork(Work):
 
 
 def _abort(group: ProcessGroupGloo) -> None:
-    if hasattr(group, "abort"):  # torch < 2.7 has no `abort`: a group ends when its last reference is dropped
+    # PyTorch before 2.7 has no `abort`. There, a group ends when its last reference is dropped.
+    if hasattr(group, "abort"):
         group.abort()
 
 
 _open_lock = free_in_forked_children(threading.Lock())
-_kept_until_exit: list[list[ProcessGroupGloo]] = []  # keep the references, because freeing a group may block
-_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # constants of asm/socket.h and linux/bpf_common.h
+# Groups that are not freed before the process exits, because freeing a group may block.
+_kept_until_exit: list[list[ProcessGroupGloo]] = []
+_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # Constants of the Linux headers asm/socket.h and linux/bpf_common.h.
 
 
 def _listening_sockets() -> set[int]:
@@ -332,7 +339,7 @@ def _open_and_list(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, s
 def _open_device(address: str) -> object:
     try:
         return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-    except TypeError:  # torch < 2.8 has no `lazy_init`, and always connects at once
+    except TypeError:  # PyTorch before 2.8 has no `lazy_init`, and always connects at once.
         return ProcessGroupGloo.create_device(hostname=address)
 
 
@@ -341,7 +348,8 @@ def _reject_connections(listeners: set[int]) -> None:
 
     Gloo would keep a file descriptor open for each unknown client, such as a port scanner.
     """
-    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keeps 0 bytes of each packet
+    # Packet filter for a socket that keeps 0 bytes of each packet.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
     for listener in listeners:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
             there.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
@@ -350,7 +358,7 @@ def _reject_connections(listeners: set[int]) -> None:
 def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """Open a Gloo process group that rejects further connections once its ranks are connected. Collective.
 
-    In all else, it is the process group that PyTorch opens. The arguments are those of `ProcessGroupGloo`.
+    In all other respects, the group equals one that PyTorch opens. The arguments are those of `ProcessGroupGloo`.
 
     Raises:
         RuntimeError: the ranks cannot connect, or an interface in `GLOO_SOCKET_IFNAME` does not exist.
@@ -366,7 +374,9 @@ def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
     group = keep_in_forked_children(ProcessGroupGloo(store, rank, size, options))
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # with "1", ranks connect at the first operation
+    # If TORCH_GLOO_LAZY_INIT is 1, the ranks connect only at the first operation, so connections must not be rejected
+    # now.
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":
         _reject_connections(listeners)
     return group
 
@@ -403,7 +413,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         super().__init__()
         self._gather, self._address = gather, address
         self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
-        self._messages: set[object] = set()  # one entry for each call of `send_receive` in flight
+        self._messages: set[object] = set()  # Contains one entry for each pending call of `send_receive`.
         self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2, connections=size - 1)
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
@@ -426,7 +436,8 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             close=lambda groups: list(map(_abort, groups)),
         )
         for (_, listeners), group in zip(devices, groups, strict=True):
-            _reject_connections(listeners)  # no more are needed, because all ranks are connected
+            # All ranks are connected, so a further client can only be a stranger, such as a port scanner.
+            _reject_connections(listeners)
             group._set_default_timeout(self._timeout)
         return groups
 
@@ -452,7 +463,8 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
         given = outgoing.tensor[: sent[-1][1]]
         if parcels.shared:
-            given = given.repeat(self._size)  # because Gloo requires one contiguous parcel per receiver
+            # Repeat the parcel, because Gloo requires one contiguous parcel per receiver.
+            given = given.repeat(self._size)
         work = self.streams[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
             incoming, given, received, [stop - start for start, stop in sent]
         )
@@ -499,11 +511,11 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         self._close_after(streams)
 
     def _fail_messages(self, group: ProcessGroupGloo) -> None:
-        """Make all pending waits for messages of `send_receive` on `group` fail.
+        """Make all pending waits for messages of `send_receive` on `group` fail. `abort` would not end them.
 
-        The method waits 1 ms for a message that is never sent. When this wait times out, Gloo fails all other waits of
-        the group, which `abort` would not end. The waits must end now, because a thread that returns from such a wait
-        at interpreter exit kills the process.
+        The waits must end now, because a thread that returns from such a wait at interpreter exit kills the process. To
+        end them, this method waits 1 ms for a message that no rank sends. When its wait times out, Gloo fails all other
+        waits of the group.
         """
         with contextlib.suppress(RuntimeError):
             peer = (self._rank + 1) % self._size
@@ -516,18 +528,19 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         The last reference to each process group is dropped in a helper thread, because dropping it may block: an
         all-reduce that starts to wait while its connection is being closed blocks until its timeout.
         """
-        if self._messages:  # messages are in flight only if the job has failed
+        if self._messages:  # Messages of `send_receive` are pending here only if the job has failed.
             for stream in streams:
                 self._fail_messages(stream)
         boxes: list[list[ProcessGroupGloo]] = []
         while streams:
             boxes.append([streams.pop()])
-            _abort(boxes[-1][0])  # not through a local variable, which would be another reference to the group
+            # Pass the list element without a local variable, which would be another reference to the group.
+            _abort(boxes[-1][0])
         enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
         for ender in enders:
             try:
                 ender.start()
-            except RuntimeError:  # since Python 3.12, no thread can start at interpreter exit
+            except RuntimeError:  # Since Python 3.12, no thread can start at interpreter exit.
                 _kept_until_exit.extend(boxes)
                 return True
         deadline_s = time.monotonic() + END_S
@@ -557,7 +570,8 @@ class _Path:
             RuntimeError: a thread cannot be started.
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
-        self._submitted = self._begun = 0  # counts of units
+        # Numbers of units (buckets) that were submitted, and that the first of the two threads has begun.
+        self._submitted = self._begun = 0
         self._sending: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
         self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))
@@ -589,7 +603,7 @@ class _Path:
             function returns a second function, which waits for the sums of the other parts.
         """
         rank, size, numel = self._rank, self._size, unit.numel()
-        tag = 2 * self._begun % (UNUSED_TAG - 1)  # tag of the summands; `tag + 1` is that of the sums
+        tag = 2 * self._begun % (UNUSED_TAG - 1)  # Message tag of summands. Sums have the tag `tag + 1`.
         in_one_hop = numel * unit.itemsize <= ONE_HOP_BYTES or numel < size
         bounds = [numel * part // size for part in range(size + 1)]
         parts = [unit] * size if in_one_hop else [unit[low:high] for low, high in itertools.pairwise(bounds)]

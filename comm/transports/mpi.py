@@ -143,7 +143,8 @@ class MpiTransport(StreamTransport[_MpiStream]):
             work.begun_s = time.perf_counter()
             try:
                 act(chosen.comm)
-            except Exception as err:  # any error must wake the waiting thread
+            except Exception as err:
+                # Catch every error, because otherwise the thread that waits for the work would never wake up.
                 work.finish(CommError(f"MPI failed in {what} on stream {number}: {err}"))
             else:
                 work.finish()

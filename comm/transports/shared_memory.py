@@ -89,7 +89,8 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
                     )
         except OSError as err:
             problem = f"rank {control.rank}: {err}"
-        # Gather the errors. After this gather, each rank may close its own file, because all ranks have opened it.
+        # Exchange the errors of all ranks. After this, each rank may close its own file, because all ranks have opened
+        # it.
         problems = [text for text in control.all_gather(problem) if text]
     if problems:
         for number in opened:
@@ -117,7 +118,8 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
         descriptor = os.memfd_create("sirtaki")
         # Reserve the pages now, so that lack of memory raises an error here, and no SIGBUS ends the process later.
         os.posix_fallocate(descriptor, 0, length)
-    except (OSError, AttributeError) as err:  # AttributeError on systems other than Linux
+    except (OSError, AttributeError) as err:
+        # On systems other than Linux, the functions for shared memory do not exist.
         problem = f"rank {control.rank}: {length} bytes of shared memory: {explained(err)}"
     peers: list[int] = []
     try:
@@ -140,20 +142,19 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
 def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
     """Map the file behind `descriptor` into memory, shared with the ranks of this node.
 
-    The file is the region of this rank if `own` is True, else the region of a peer. A child process that this rank
-    forks must not write the shared memory. So it gets a private copy of this rank's own region, because `.grad` may
-    refer to the region. For the copy, a duplicate of `descriptor` stays open. In place of peers' regions, the child
-    gets zeros, because no tensor of the user refers to them.
+    If `own` is True, the file is the region of this rank, else the region of a peer. A forked child must not write
+    shared memory. Instead of this rank's own region, the child gets a private copy, because `.grad` may refer to the
+    region. For this copy, a duplicate of `descriptor` stays open. Instead of a peer's region, the child gets zeros,
+    because no tensor of the user refers to a peer's region.
     """
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
     private_in_forked_children(memory, memory.ctypes.data, length, descriptor if own else None)
-    return torch.from_numpy(memory)  # the tensor keeps a reference to the array
+    return torch.from_numpy(memory)  # The tensor keeps the NumPy array alive, and thereby the mapping.
 
 
 MAX_PIDFDS = 4
-"""Largest number of peers on the node whose exit a stream detects without delay, by a process descriptor (pidfd) for
-each. The exit of other peers is detected later, by polling, or reported by ranks that have a process descriptor of
-them."""
+"""Largest number of peers on the node for which a stream opens a process descriptor (pidfd), which reports the exit of
+a peer at once. The stream detects the exit of other peers later, by polling, or other ranks report it."""
 
 
 class Doorbell:
@@ -172,8 +173,8 @@ class Doorbell:
         """
         self._inbox = offered = -1
         self._outboxes: list[int] = []
-        self._lives: dict[int, int] = {}  # watched peers: process descriptor (pidfd) → rank
-        self._polled: dict[int, int] = {}  # other peers of the node: process id → rank
+        self._lives: dict[int, int] = {}  # Peers whose exit a process descriptor reports, as descriptor (pidfd) → rank.
+        self._polled: dict[int, int] = {}  # Peers of the node whose exit is found by polling, as process id → rank.
         problem = ""
         try:
             self._inbox, offered = os.pipe()
@@ -203,7 +204,8 @@ class Doorbell:
         """Make `listen` report when the process `pid` of `rank` ends."""
         try:
             life = os.pidfd_open(pid)
-        except (OSError, AttributeError) as err:  # Linux before 5.3, a sandbox forbids it, or no descriptor is free
+        except (OSError, AttributeError) as err:
+            # `pidfd_open` fails on Linux before 5.3, in some sandboxes, or if no descriptor is free.
             _warn_once(f"the end of other ranks is detected by polling /proc, because pidfd_open() failed ({err})")
             self._polled[pid] = rank
         else:
@@ -211,16 +213,16 @@ class Doorbell:
             self._poll.register(life, select.POLLIN)
 
     def ring_peers(self) -> None:
-        """Wake the listening thread of each peer on the node. Non-blocking."""
+        """Wake the thread of each peer on the node that blocks in `listen`. Non-blocking."""
         for outbox in self._outboxes:
             if outbox != self._own:
                 # Ignore a full pipe, because its reader will wake up anyway. Ignore a broken pipe, because `listen`
-                # reports that the peer has ended.
+                # reports the end of the peer.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(outbox, b"\0")
 
     def ring_own(self) -> None:
-        """Wake the listening thread of this rank. Non-blocking."""
+        """Wake the thread of this rank that blocks in `listen`. Non-blocking."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._own, b"\0")
 
@@ -301,7 +303,7 @@ def reduce_share(
     combine, widen = COMBINE[op], WIDEN[op]
     # Use NumPy, because it is faster than torch here, but torch for 16-bit floats, because NumPy has no bfloat16.
     arrays, targets = ([] if halves else [each.numpy() for each in side] for side in (buffers, outputs))
-    with np.errstate(all="ignore"):  # NumPy must not warn of overflows; the results are inf or nan
+    with np.errstate(all="ignore"):  # Silence NumPy's warnings of overflows. The results are inf or nan, as in torch.
         for low in range(start, stop, CHUNK_ELEMENTS):
             high = min(low + CHUNK_ELEMENTS, stop)
             result = scratch[: high - low]
@@ -371,9 +373,9 @@ class _SharedMemoryStream:
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
         self._incoming: queue.SimpleQueue[_UnitTask | Callable[[], None]] = queue.SimpleQueue()
-        # While a function of `prepare` is queued, later units are queued after it, and the stream's thread posts them.
-        # `_to_prepare` counts the functions and units that the caller has queued so. `_prepared` counts those that the
-        # thread has called or posted.
+        # A function of `prepare` must run before the units (buckets) that are submitted after it. So these units are
+        # queued behind it, and the stream's thread posts them. `_to_prepare` counts the functions and units in this
+        # queue, since the start. `_prepared` counts those that the thread has called or posted.
         self._to_prepare = self._prepared = 0
         self._to_reduce: deque[_UnitTask] = deque()
         self._to_complete: deque[_UnitTask] = deque()
@@ -401,13 +403,14 @@ class _SharedMemoryStream:
             raise
 
     def prepare(self, act: Callable[[], None] | _UnitTask) -> None:
-        """Queue a function for the stream's thread to call, or a unit (bucket) for it to post. Non-blocking.
+        """Queue a function that the stream's thread calls, or a unit (bucket) that it posts. Non-blocking.
 
-        To post a unit is to tell the peers that its gradients are in this rank's buffer.
+        Posting a unit tells the peers that its gradients are in this rank's buffer.
         """
         self._to_prepare += 1
         self._incoming.put(act)
-        if self._to_prepare - self._prepared == 1:  # else the thread is awake already
+        if self._to_prepare - self._prepared == 1:
+            # If an earlier task is still queued, the stream's thread is already awake.
             self._doorbell.ring_own()
 
     def submit(self, task: _UnitTask) -> None:
@@ -424,7 +427,9 @@ class _SharedMemoryStream:
         self._incoming.put(task)
         self._post()
         posted = self._counters[POSTED]
-        if posted.min() == posted[self._me]:  # else the last rank to post wakes the thread
+        # Wake the thread only if this rank is the last one to post the unit. Otherwise, a peer that posts later wakes
+        # it.
+        if posted.min() == posted[self._me]:
             self._doorbell.ring_own()
 
     def _post(self) -> None:
@@ -432,16 +437,19 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _run(self) -> None:
-        # With this policy, the thread preempts no computing thread. The call fails outside Linux and in some sandboxes.
+        # Use the policy SCHED_BATCH, so that this thread preempts no computing thread. The call fails outside Linux and
+        # in some sandboxes.
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             while not self._closing:
                 if not self._advance():
                     for rank in self._doorbell.listen(timeout_s=1.0):
-                        self._advance()  # reduce units that the rank has posted before it ended
+                        # First reduce units that the lost rank posted before it ended. Then fail the other units.
+                        self._advance()
                         self._fail_units_of(rank)
-        except Exception as err:  # any error must wake the waiting threads
+        except Exception as err:
+            # Catch every error, because otherwise the threads that wait for units would never wake up.
             self._fail(err)
 
     def _fail(self, err: Exception) -> None:
@@ -527,7 +535,8 @@ class _SharedMemoryStream:
                         peer[start:stop].copy_(share)
                 self._count_reduced()
                 self._doorbell.ring_own()
-        except Exception as err:  # any error must wake the waiting threads
+        except Exception as err:
+            # Catch every error, because otherwise the threads that wait for units would never wake up.
             self._fail(err)
 
     def _count_reduced(self) -> None:
@@ -582,8 +591,8 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         super().__init__()
         self._control, self._across = control, across
         peers = control.local_size
-        # Count one pipe end per peer, the process descriptors of peers, the two ends of this rank's own pipe, and one
-        # file that is open only while the stream is opened.
+        # A stream needs these descriptors: one pipe end per peer, the process descriptors of peers, both ends of this
+        # rank's own pipe, and one file that is open only while the stream opens.
         watched = min(peers, MAX_PIDFDS)
         self.stream_cost = StreamCost(
             descriptors=peers + watched + 3, threads=1, connections=peers - 1 if across is None else 0

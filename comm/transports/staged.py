@@ -55,13 +55,15 @@ class _StagedWork(ThreadWork):
 
 
 class _StagedStream:
-    """One stream of the transport: a CUDA stream and a thread for copies to the host, and the same for copies back."""
+    """One stream of the transport: a CUDA stream and a thread for copies to the host, and another pair for copies to
+    the GPU.
+    """
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
         self._out_stream, self._back_stream = device.make_stream(), device.make_stream()
         self._to_host, self._to_gpu = Worker(f"sirtaki-staged-out-{index}"), Worker(f"sirtaki-staged-back-{index}")
-        self._copied: Event = None  # event after the last copy to the GPU
+        self._copied: Event = None  # CUDA event recorded after the last copy to the GPU.
         for worker in (self._to_host, self._to_gpu):
             worker.put(device.enter_thread)
 

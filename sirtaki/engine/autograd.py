@@ -37,5 +37,6 @@ def accumulates(leaf: Node) -> bool:
     """
     try:
         return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # raised if the pass is torch.autograd.grad() with respect to this leaf
+    except RuntimeError:
+        # PyTorch raises RuntimeError if the backward pass is a `torch.autograd.grad()` with respect to this leaf.
         return False

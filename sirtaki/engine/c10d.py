@@ -28,7 +28,7 @@ def may_add_groups_alone() -> bool:
     """
     import torch.distributed as dist
 
-    world: Any = dist.group.WORLD  # typed as Any, because PyTorch's type stub lacks the two attributes read below
+    world: Any = dist.group.WORLD  # Typed as Any, because PyTorch's type stub lacks the two attributes read below.
     return not hasattr(world, "new_group") and world.bound_device_id is None
 
 
@@ -83,7 +83,7 @@ def timeout_of(group: dist.ProcessGroup) -> Timeout | None:
     return partial(_longest_s, options) if options else None
 
 
-def _longest_s(options: Sequence[Any]) -> float:  # Any, because each backend has its own class of options
+def _longest_s(options: Sequence[Any]) -> float:  # Typed as Any, because each backend has its own class of options.
     return max(float(each._timeout.total_seconds()) for each in options)
 
 

@@ -25,7 +25,7 @@ LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 CELLS = 5
 
 NO_LOG = "; no trial log is written"
-"""Suffix of a log line if the user has asked for a trial log, but Sirtaki writes none for this model or optimizer."""
+"""Suffix of a log line if the user has asked for a trial log, and none can be written for this model or optimizer."""
 
 # Escape sequences that add a line below the cursor, save the cursor position, and move to the added line.
 _BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"
@@ -84,7 +84,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class _RankFormatter(logging.Formatter):
-    """Formats log records as `[12:30:01 sirtaki 0] message`, where 0 is the rank."""
+    """Formatter of log records: `[12:30:01 sirtaki 0] message`, where 0 is the rank."""
 
     def __init__(self, rank: int, *, with_time: bool) -> None:
         super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
@@ -103,7 +103,7 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
 
     @property
     def has_bar(self) -> bool:
-        """Return whether this process or the launcher draws a progress bar."""
+        """Whether this process or the launcher draws a progress bar."""
         return self.draws or to_launcher is not None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -131,11 +131,14 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
             if text:
                 for stream in (sys.stdout, sys.stderr):
                     self._watch(stream)
-        except (OSError, ValueError):  # raised if the terminal is closed
+        except (OSError, ValueError):  # Writing to a terminal that is closed raises these errors.
             self._shown = False
 
     def _watch(self, stream: TextIO) -> None:
-        """Make the next write to `stream` erase the progress bar first, because its text may not cover all of it."""
+        """Wrap `stream.write`, so that the next write erases the progress bar first.
+
+        The written text may not cover all of the bar.
+        """
         attributes = getattr(stream, "__dict__", None)
         if attributes is None or "write" in attributes or not is_terminal(stream):
             return
@@ -156,7 +159,7 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(settings: Settings, rank: int) -> None:
-    """Set up logging: rank 0 logs decisions, all ranks log warnings.
+    """Set up logging. Rank 0 logs decisions, and all ranks log warnings.
 
     Keep handlers that the user has added.
     """
@@ -176,7 +179,7 @@ def start_logging(settings: Settings, rank: int) -> None:
 
 
 def tuning_off(settings: Settings) -> str:
-    """Return a clause for a log line: why the job does not tune."""
+    """Return a clause for a log line: the reason why the job does not tune."""
     return f"tuning is off ({'SIRTAKI_WARMUP_ITERATIONS' if settings.tune else 'SIRTAKI_TUNE'}=0)"
 
 

@@ -57,10 +57,9 @@ def load_what_training_needs() -> None:
 # ── jobs with agents ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 LONG_S = 10.0
-"""Minimum time between two polls for membership changes that a rank reports to its agent, in seconds.
+"""Time in seconds without a poll for membership changes that a rank reports to its agent (the process that started it).
 
-A rank that has not polled for much longer than any reported time counts as hanging, and is killed. The agent is the
-process that started the rank.
+The agent kills a rank that has not polled for much longer than any reported time, because the rank counts as hanging.
 """
 
 
@@ -109,7 +108,8 @@ class AgentClient:
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
         self._looked_s, self._longest_s = time.monotonic(), LONG_S
-        self._changed = free_in_forked_children(threading.Condition())  # guards all attributes set after this line
+        # This condition guards all attributes that are set after this line.
+        self._changed = free_in_forked_children(threading.Condition())
         self._agent_news = AgentNews()
         self._answer: Formed | Dismissal | None = None
         self._report: Callable[[str], object] = _ignore
@@ -176,7 +176,7 @@ class AgentClient:
         with self._changed:
             while self._answer is None and not self._closed and time.monotonic() < deadline_s:
                 self._changed.wait(min(_FLUSH_S, deadline_s - time.monotonic()))
-                self._channel.flush()  # sends data that remained unsent because the agent was stopped (SIGSTOP)
+                self._channel.flush()  # Send data that remained unsent because the agent was stopped (SIGSTOP).
             answer, self._answer = self._answer, None
         if answer is None and self._closed:
             raise CommError(
@@ -220,15 +220,15 @@ _FLUSH_S = 1.0
 
 
 def _ignore(lost: str) -> None:
-    """Do nothing. Replaces the `on_loss` callback while none is set."""
+    """Do nothing. Used as the `on_loss` callback while none is set."""
 
 
 def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:
     """Open the connection to the agent that has started this process. Return None if no agent has started it.
 
     Raises:
-        ConfigError: the environment variable `SIRTAKI_AGENT` is set, but the socket is missing. This is so in a process
-            that a rank's script has started, because it inherits only the variable.
+        ConfigError: the environment variable `SIRTAKI_AGENT` is set, but the socket is missing. A process that a rank's
+            script has started is in this state, because it inherits only the variable.
     """
     text = environ.get(AGENT, "")
     if not text:
@@ -335,7 +335,7 @@ def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 class Generations:
-    """Place of this process in an elastic job. A generation is the set of ranks between two elastic restarts.
+    """Membership of this process in an elastic job. A generation is the set of ranks between two elastic restarts.
 
     Attributes:
         current: the generation that this process has joined last, which may have ended. None before the first one.
@@ -356,16 +356,16 @@ class Generations:
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
         self.has_state = self._dismissed = False
-        # Imported late, because it imports PyTorch, which agents (processes that only start ranks) do not need.
+        # Import late. The module imports PyTorch, which agents (processes that only start ranks) do not need.
         from .tuning.plans import CarriedTuning
 
         self.tuning = CarriedTuning()
 
     @property
     def number(self) -> int:
-        """Number of the current generation (set of ranks between two elastic restarts), from 1.
+        """Number of the current generation (set of ranks between two elastic restarts). The first one is 1.
 
-        0 before the first one.
+        0 = none yet.
         """
         return 0 if self.current is None else self.current.membership.generation
 
@@ -382,8 +382,9 @@ class Generations:
         return self._membership.change()
 
     def finished(self) -> None:
-        """Report that this rank's script has completed. Does nothing if the job did not need this rank any more
-        (dismissed).
+        """Report that this rank's script has completed.
+
+        Does nothing if the job has already told this rank that it is no longer needed.
         """
         if not self._dismissed:
             self._membership.finished()

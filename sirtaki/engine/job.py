@@ -81,7 +81,7 @@ class Disposal:
 
     def __init__(self) -> None:
         """Create the queue. `start` starts the thread that calls the functions."""
-        # A SimpleQueue is used because a destructor may call `put` while `put` is running in the same thread.
+        # Use a SimpleQueue, because a destructor may call `put` while `put` is running in the same thread.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -106,14 +106,15 @@ class Disposal:
         while (close := self._queue.get()) is not None:
             try:
                 close()
-            except Exception:  # logged only, because the remaining functions must be called after any error
+            except Exception:
+                # Only log an error of a queued function, because the remaining functions must still be called.
                 logger.warning(
                     "the script has deleted a DistributedOptimizer, and an error stopped Sirtaki from removing all its "
                     "hooks and buffers; training continues",
                     exc_info=True,
                 )
-            # Delete the local reference to the function. It would keep the closed object alive until the next function
-            # is queued.
+            # Delete this reference to the function. Otherwise it would keep the closed object alive until the next
+            # function is queued.
             del close
 
     def stop(self) -> None:
@@ -147,7 +148,7 @@ class JobObservers:
                 )
 
     def _serve(self, host: str, port: int) -> MetricsServer | None:
-        from sirtaki.watch.prometheus import MetricsServer  # imported late, because it needs prometheus_client
+        from sirtaki.watch.prometheus import MetricsServer  # Import late, because the module needs prometheus_client.
 
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
@@ -240,11 +241,11 @@ class Job:
                 elastic.
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
-        self._gpus_stopped = False  # True once `stop_gpus` has ended this rank's work on GPUs
+        self._gpus_stopped = False  # True once `stop_gpus` has ended this rank's work on GPUs.
         self.settled, self.training = elastic is None or elastic.in_step, False
         self.observed: JobObservers | None = None
-        # Run the collective steps before the local ones. A collective step fails if another rank fails, and local steps
-        # that ran before would have to be undone.
+        # Run the collective steps before the local ones. A collective step fails if another rank fails, and earlier
+        # local steps would then have to be undone.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
@@ -350,7 +351,8 @@ class Job:
 
     def _abort(self) -> None:
         owners = nccl_owners()
-        # Abort them at the same time, because an abort may wait until an operation of another one has ended.
+        # Abort all communicators at the same time, because aborting one may wait until an operation of another one has
+        # ended.
         with ThreadPoolExecutor(max(1, len(owners)), thread_name_prefix="sirtaki-abort") as threads:
             count = sum(threads.map(lambda owner: owner.abort(), owners))
         if count and self.failure is not None:
@@ -372,7 +374,8 @@ class Job:
     def stop_gpus(self) -> None:
         """End this rank's GPU work and NCCL communicators before an elastic restart. Not collective. Idempotent."""
         for each in self._on_gpus:
-            with contextlib.suppress(CommError, RuntimeError):  # the caller knows the job's failure, or a CUDA error
+            with contextlib.suppress(CommError, RuntimeError):
+                # Ignore the error: the caller already knows of the job's failure, or of the CUDA error.
                 each.wait_for_device()
         self._abort()
         self._gpus_stopped = True
@@ -448,8 +451,9 @@ class Job:
     # ── leaving a generation of an elastic job ───────────────────────────────────────────────────────────────────
 
     def give_up(self, reason: str) -> None:
-        """Tell all ranks that this rank leaves the job for an elastic restart because of `reason`. Not collective,
-        non-blocking.
+        """Report to all ranks that this rank leaves the job for an elastic restart, because of `reason`.
+
+        Not collective, non-blocking.
         """
         self.control.failures.report(PeerLostError(reason))
         self._ranks.abort(reason)
@@ -509,7 +513,7 @@ def is_initialized() -> bool:
     return _job is not None
 
 
-@outside_modes  # leaves inference mode, because tensors allocated in this mode cannot be written in other modes
+@outside_modes  # Leave inference mode, because tensors allocated in this mode cannot be written in other modes.
 def init(
     comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None, store: Store | None = None
 ) -> None:
@@ -582,7 +586,7 @@ def _open_beside(settings: Settings, group: ProcessGroup, store: Store | None) -
     try:
         return Job(settings, ranks)
     except BaseException as err:
-        if not isinstance(err, MismatchError):  # all ranks raise a MismatchError, so it need not be reported
+        if not isinstance(err, MismatchError):  # A MismatchError is raised on all ranks, so it need not be reported.
             ranks.abort(f"rank {ranks.rank} could not open the job: {err}")
         ranks.free()
         raise
@@ -670,7 +674,7 @@ def shutdown() -> None:
     if _is_child:
         _job = None
         return
-    # Ignore an error of the deferred updates, because Sirtaki raises it again where the script uses the gradients.
+    # Ignore an error of the deferred updates. Sirtaki raises it again where the script uses the gradients.
     with contextlib.suppress(SirtakiError):
         _job.participants.drain()
     job, _job = _job, None
@@ -703,7 +707,7 @@ The other rank ends the job within this time. So mpiexec returns the exit code o
 EXIT_S = 5.0
 """Seconds that a rank with a nonzero exit code waits in `Job.close`, before it reports the failure to all ranks."""
 
-_AGAIN_S = 60.0  # maximum seconds of one attempt to close the job; failed attempts are repeated
+_AGAIN_S = 60.0  # Maximum seconds of one attempt to close the job. A failed attempt is repeated.
 
 _exit_code: int | None = None
 _raised = False
@@ -747,7 +751,7 @@ def _install_hooks() -> Callable[[], None]:
         global _ending, _raised
         job, _raised = _ending, True
         where = _interrupted(job) if job is not None and job.size > 1 else []
-        # Add what this rank was doing to the error, because sirtakirun's wrapper prints the error.
+        # Add what this rank was doing to the error. The wrapper of sirtakirun prints it.
         if where and _started_by_sirtakirun():
             error.add_note(f"This rank {'; '.join(where)}.")
         over_mesh = job is not None and job.backend is Backend.MESH
@@ -771,8 +775,8 @@ def _install_hooks() -> Callable[[], None]:
         what = f"it raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
             what = str(error)
-        # Report before waiting if the launcher, or another rank with the same error, may end this process while it
-        # waits.
+        # Print the report before this rank waits if the launcher, or another rank with the same error, may end this
+        # process during the wait.
         at_once = over_mesh or (printed_elsewhere and not _started_by_sirtakirun())
         if at_once:
             _report(job, what, where)
@@ -785,7 +789,7 @@ def _install_hooks() -> Callable[[], None]:
             job._ranks.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
             _leave(1)
 
-    def on_exit(status: Any = None) -> NoReturn:  # `status` is Any, because sys.exit accepts any object
+    def on_exit(status: Any = None) -> NoReturn:  # `status` is Any, because `sys.exit` accepts any object.
         global _exit_code
         _exit_code = status if isinstance(status, int) else int(status is not None)
         previous_exit(status)
@@ -819,9 +823,9 @@ def _become_child(_: object) -> None:
 
 
 def _finish_updates() -> None:
-    """Complete deferred parameter updates before a fork, because the child has no threads that could complete them."""
+    """Complete deferred parameter updates before a fork, because the child lacks the threads that complete them."""
     if _job is not None and not _is_child and threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(SirtakiError):  # ignored, because the optimizer's next step raises the same error
+        with contextlib.suppress(SirtakiError):  # Ignore the error, because the optimizer's next step raises it again.
             _job.participants.drain()
 
 
@@ -846,8 +850,8 @@ def _at_exit() -> None:
         return
     if code == 0 and job.elastic is not None:
         job.give_up(f"rank {job.rank} has ended its script")
-        # Only a `code` of 0 comes here, but it may be wrong: `raise SystemExit(9)` bypasses `sys.exit`, from which the
-        # code is known. So end this process in any case.
+        # `code` is 0 here, but the real exit code may differ: `raise SystemExit(9)` bypasses `sys.exit`, from which
+        # `code` is known. So end this process in any case.
         if _outlives_others():
             _leave(0)
         return
@@ -858,12 +862,12 @@ def _at_exit() -> None:
     if code != 0:
         reason = f"has ended with exit code {code} while other ranks are running"
         _report(job, f"its script {reason}", where)
-        if job.backend is Backend.MESH:  # not over MPI, because MPI_Abort would replace this rank's exit code
+        if job.backend is Backend.MESH:  # Do not abort over MPI, because MPI_Abort would replace this rank's exit code.
             job._ranks.abort(f"rank {job.rank} {reason}")
         _leave(code)
     _report(job, f"the job has failed: {job.failure}", where)
-    # `raise SystemExit(9)` bypasses `sys.exit`, so only the interpreter knows the exit code. If it is not 0, mpiexec
-    # uses it for the job. MPI_Finalize is skipped, because it would wait for all ranks.
+    # Skip MPI_Finalize, because it would wait for all ranks. Do not choose an exit code: only the interpreter knows it,
+    # because `raise SystemExit(9)` bypasses `sys.exit`. If the exit code is not 0, mpiexec uses it for the job.
     if not skip_finalize():
         _leave(1)
 
@@ -871,12 +875,12 @@ def _at_exit() -> None:
 def _interrupted(job: Job) -> list[str]:
     try:
         return job.interrupt()
-    except Exception as err:  # any error, because no error may prevent the end of the job
+    except Exception as err:  # Log every error instead of raising it, because no error may prevent the end of the job.
         return [f"could not save its training state: {err}"]
 
 
 def _report(job: Job, reason: str, where: list[str]) -> None:
-    """Print that this rank ends the job (an elastic job: leaves it), and why.
+    """Print that this rank ends the job, or leaves an elastic job, and the reason.
 
     Args:
         job: the job.
@@ -885,7 +889,7 @@ def _report(job: Job, reason: str, where: list[str]) -> None:
     """
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
-        # Ignored, because stderr may be closed, full or None.
+        # Ignore these errors, because stderr may be closed, full or None.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if job.elastic is None:
                 print(
@@ -900,7 +904,7 @@ def _report(job: Job, reason: str, where: list[str]) -> None:
 
 
 def _started_by_sirtakirun() -> bool:
-    """Return whether the wrapper of sirtakirun runs the script. It ends all ranks when this one fails."""
+    """Return whether sirtakirun's wrapper runs the script. The wrapper ends all ranks when this one fails."""
     return "sirtaki.run.rank_channel" in sys.modules
 
 

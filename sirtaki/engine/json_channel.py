@@ -53,7 +53,8 @@ class JsonChannel(Generic[Received]):
         self._events: selectors.BaseSelector | None = None
         self._data: Any = None
         self._waits_for = selectors.EVENT_READ
-        # Close the socket in forked children, because the peer would not notice our close while a child has a copy.
+        # Close the socket in forked children. While a child has a copy, the peer would not notice that this process
+        # closes it.
         in_forked_children(self, lambda channel: channel._sock.close())
 
     def watch(self, events: selectors.BaseSelector, data: Any) -> None:
@@ -125,10 +126,12 @@ class JsonChannel(Generic[Received]):
             text = bytes(self._in[_LENGTH.size : end])
             del self._in[:end]
             try:
-                if text.startswith(b"x"):  # zlib's first byte, with which no JSON begins
+                if text.startswith(b"x"):
+                    # The message is compressed: `x` is the first byte of zlib's format, and no JSON text begins with
+                    # it.
                     text = zlib.decompressobj().decompress(text, LONGEST_BYTES)
                 messages.append(self._decoder.decode(text))
-            except (ValueError, zlib.error) as err:  # msgspec raises ValueError also for bytes that are not UTF-8
+            except (ValueError, zlib.error) as err:  # msgspec also raises ValueError for bytes that are not UTF-8.
                 raise ConnectionError(
                     f"another process of this job (launcher, agent or rank) sent an invalid control message ({err}); "
                     "check that all run the same version of Sirtaki"
@@ -143,7 +146,8 @@ class JsonChannel(Generic[Received]):
     def close(self) -> None:
         """Close the channel. Idempotent."""
         if self._events is not None:
-            with contextlib.suppress(KeyError, ValueError):  # ignored, because the selector may be closed already
+            with contextlib.suppress(KeyError, ValueError):
+                # Ignore an error of the selector, because it may be closed already.
                 self._events.unregister(self)
             self._events = None
         self._sock.close()

@@ -110,7 +110,8 @@ def open_nccl(ranks: Ranks, index: int, where: str, *, settings: Settings) -> Nc
     forced, timeout_s = wanted is TransportKind.NCCL, settings.transport_timeout_s
     try:
         opener = find_nccl(control, device, forced=forced, timeout_s=timeout_s, user=user)
-    except (ConfigError, TransportError) as err:  # raised on all ranks
+    except (ConfigError, TransportError) as err:
+        # All ranks raise this error together, so all of them continue without NCCL.
         opener = None
         if ranks.rank == 0:
             logger.warning("%s on GPUs run through host memory: %s", user, err)
@@ -158,6 +159,6 @@ def control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
     The settings may divide the ranks into simulated nodes.
     """
     raise_descriptor_limit()
-    # Simulated nodes are ignored if their size does not divide the number of these ranks.
+    # Ignore simulated nodes if their size does not divide the number of these ranks.
     pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None
     return ControlPlane(ranks, local_size=pretended, interface=settings.gloo_interface)

@@ -14,9 +14,8 @@ from sirtaki.errors import ConfigError, require
 _FIRST_PORT, _PORTS = 20011, 10007
 
 _NEARER = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "TORCHELASTIC_RUN_ID")
-"""Environment variables of launchers that may run inside an srun task. If one is set, SLURM_PROCID is the rank of that
-launcher's daemon, not of this process.
-"""
+"""Environment variables of launchers that may run inside an srun task. If one is set, SLURM_PROCID is the rank of the
+launcher's daemon, not of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +113,8 @@ def _slurm_number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-# Environment variables by quantity, as set by Open MPI, Hydra (MPICH, Intel MPI) and PMIx. The first one that is set
-# gives the value.
+# Environment variables by quantity, as set by Open MPI, Hydra (MPICH, Intel MPI) and PMIx. If several are set, the
+# first one counts.
 _PLACES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
     "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -123,8 +122,8 @@ _PLACES = {
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 
-# If one of these variables is set, an mpiexec, or a batch system that starts MPI ranks, has started this process. They
-# are those of Open MPI, Hydra, PMIx, MVAPICH, Cray and IBM.
+# Variables of Open MPI, Hydra, PMIx, MVAPICH, Cray and IBM. If one is set, an mpiexec, or a batch system that starts
+# MPI ranks, has started this process.
 _OF_MPI = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK",
@@ -168,7 +167,7 @@ def place(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher that started this process directly is torchrun.
+    """Return whether torchrun has started this process directly.
 
     sirtakirun removes torchrun's variables from the environment of its ranks.
     """

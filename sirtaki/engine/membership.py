@@ -43,7 +43,7 @@ class Generation:
     why_in_vain: Callable[[], str] = field(default=lambda: "", repr=False)
 
     def connect(self, *, timeout_s: float, heartbeat_s: float | None) -> MeshCommunicator:
-        """Connect all ranks of the generation pairwise. Collective."""
+        """Connect all pairs of ranks of the generation. Collective."""
         return connect_members(
             self.membership,
             self.listeners,

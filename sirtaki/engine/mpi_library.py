@@ -21,8 +21,8 @@ from sirtaki.errors import LaunchError
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich", "mpirun", "orterun")
 _PROBE_TIMEOUT_S = 60.0
 
-# Program that the Python interpreter of the ranks runs to detect its MPI library. It sets `initialize = False`, because
-# it must not start MPI.
+# Program that the ranks' Python interpreter runs to detect its MPI library. It sets `initialize = False`, because it
+# must not start MPI.
 _PROBE = """
 import importlib.metadata, importlib.util, json, os
 if importlib.util.find_spec("sirtaki") is None:
@@ -54,7 +54,7 @@ class Launcher(Enum):
     """Families of mpiexec programs. All programs of a family accept the same command line."""
 
     OPEN_MPI = "Open MPI"
-    HYDRA = "Hydra"  # the mpiexec of MPICH, Intel MPI and MVAPICH
+    HYDRA = "Hydra"  # Family of the mpiexec of MPICH, Intel MPI and MVAPICH.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

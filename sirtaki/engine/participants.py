@@ -36,9 +36,7 @@ class WaitStage(IntEnum):
     """Stages of one iteration of a gradient reducer, in which a rank may wait for other ranks."""
 
     ASK = 0
-    """The rank asks all ranks whether any of them has gradients of parameters that several
-    optimizers have in common.
-    """
+    """Ranks ask each other whether any of them has gradients of parameters that several optimizers share."""
     REDUCE = 1
     """All gradients of the rank are ready, and the rank waits until they are reduced."""
     FINISH = 2
@@ -46,7 +44,8 @@ class WaitStage(IntEnum):
 
 
 Reached = tuple[int, WaitStage]
-"""How far a rank has come with a gradient reducer: number of the iteration since its creation, and the stage in it."""
+"""Progress of a rank with a gradient reducer: number of the iteration since the reducer's creation, and the stage
+within it."""
 
 
 class IterationCounter:
@@ -64,8 +63,9 @@ class IterationCounter:
 
     @contextmanager
     def waits(self, stage: WaitStage) -> Iterator[None]:
-        """Mark this rank as waiting in `stage` of the iteration within the context. Long waits are reported to all
-        ranks.
+        """Mark this rank as waiting in `stage` of the iteration while the `with` body runs.
+
+        Long waits are reported to all ranks.
         """
         self.waiting = stage, time.monotonic()
         try:
@@ -116,7 +116,7 @@ class ActiveReducer(Protocol):
 
     @property
     def failed_in(self) -> int | None:
-        """Return which backward pass raised an error in this iteration, as a value of `ActiveReducers.n_begun`.
+        """Return the number (see `ActiveReducers.n_begun`) of the backward pass that raised an error in this iteration.
 
         None if no backward pass raised one.
         """
@@ -176,8 +176,8 @@ class ActiveReducers:
     """The gradient reducers of one job that are not closed, oldest first, held by weak references.
 
     Attributes:
-        n_begun: number of backward passes begun on this rank. A pass is counted at a reducer's first gradient. All
-            reducers that fail in one pass read the same number, and read another number in the next pass.
+        n_begun: number of backward passes begun on this rank. A pass counts from its first gradient on. The number
+            identifies the pass, so that all reducers that fail in one pass can be found.
         last_finished: reducer whose iteration ended last on this rank.
     """
 
@@ -210,7 +210,7 @@ class ActiveReducers:
             number: number of the pass, as returned by `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
-            # Destroy reducers to which the script has dropped all references, so that all ranks have the same reducers.
+            # Collect reducers to which the script has dropped all references, so that all ranks have the same reducers.
             gc.collect()
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
@@ -261,11 +261,11 @@ class JoinProtocol:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
         self._lock = free_in_forked_children(threading.Lock())
-        self._round = 0  # number of times that all ranks have completed `join()`
-        self._joined: dict[int, int] = {}  # for each rank in `join()`, the value of `_round` when it called `join()`
+        self._round = 0  # Number of times that all ranks have completed `join()`.
+        self._joined: dict[int, int] = {}  # For each rank in `join()`, the value of `_round` when it called `join()`.
         # The current iteration of each gradient reducer, in the order in which this rank began them.
         self._participations: list[_Participation] = []
-        self._finished: Counter[int] = Counter()  # number of ended iterations, by process set (subset of ranks)
+        self._finished: Counter[int] = Counter()  # Number of ended iterations, by process set (subset of ranks).
 
     # ── called on ranks that train ───────────────────────────────────────────────────────────────────────────────
 
@@ -354,7 +354,8 @@ class JoinProtocol:
         self._participants.drain()
         failures = self._watchdog.failures
         # First wait until this rank's GPU has reduced all gradients. The reductions may need zeros of a rank in
-        # `join()`. That rank contributes zeros once this rank has announced the iteration, as it does while it waits.
+        # `join()`. That rank contributes zeros once this rank has announced the iteration, which it does while it waits
+        # here.
         wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
@@ -400,9 +401,9 @@ class _Substitute:
     def __init__(self, participants: ActiveReducers, courier: MessageBoard, watchdog: Watchdog) -> None:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
-        # For each gradient reducer, how far each rank has come.
+        # For each gradient reducer, the iteration and stage that each rank has reached.
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)
-        # Iterations that some rank has announced (begun), but that not all training ranks have begun yet.
+        # Iterations that some training rank has announced (begun), and that not all training ranks have begun yet.
         self._announced: list[tuple[Key, Reached]] = []
         self._begun: dict[Key, Reached] = {}
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -484,7 +485,7 @@ class _Substitute:
         while (task := tasks.get()) is not None:
             try:
                 task()
-            except BaseException as err:  # any error, which is stored so that the main thread can raise it
+            except BaseException as err:  # Store any error of the thread, so that the main thread can raise it.
                 self._error = err
                 return
 
@@ -512,9 +513,9 @@ Applies to a rank that has gradients of an incomplete iteration, because such an
 """
 
 REPORT_ANYWAY_S = 1.0
-"""Like `REPORT_S`, for a rank that has no gradients of an incomplete iteration. Once a deadlock was detected,
-`REPORT_S` applies to this rank, too.
-"""
+"""Seconds of waiting after which a rank without gradients of an incomplete iteration reports the wait to all ranks.
+
+Once a deadlock was detected, the shorter `REPORT_S` applies to this rank, too."""
 
 
 class _AwaitedOperation(NamedTuple):
@@ -548,7 +549,10 @@ class _Blocked:
 
 
 class BlockedRanks:
-    """Exchanges reports of long waits between ranks. Detects deadlocks that this rank can resolve: it stops waiting."""
+    """Exchanges reports of long waits between ranks, and detects deadlocks.
+
+    This rank resolves a deadlock by ending its own wait.
+    """
 
     def __init__(
         self, participants: ActiveReducers, rank_sets: RankSets, courier: MessageBoard, joining: JoinProtocol
@@ -576,7 +580,7 @@ class BlockedRanks:
                 self._lock.release()
 
     def must_stop_waiting(self, participant: ActiveReducer) -> bool:
-        """Return whether this rank must stop waiting for the current iteration of `participant` to be reduced.
+        """Return whether this rank must end its wait for the reduction of `participant`'s current iteration.
 
         True in a deadlock, that is, if two conditions hold. First, some rank waits for an operation or iteration that
         this rank has not begun. Second, the current iteration cannot complete: a waiting rank has not computed all its
@@ -632,7 +636,10 @@ class BlockedRanks:
         return _Blocked(waits_for, given)
 
     def _is_missing(self, waited_for: _AwaitedOperation | _AwaitedIteration, participant: ActiveReducer) -> bool:
-        """Return whether this rank, which waits for an iteration of `participant`, has not begun `waited_for`."""
+        """Return whether this rank has not begun `waited_for`, for which another rank waits.
+
+        This rank waits for an iteration of `participant`.
+        """
         if isinstance(waited_for, _AwaitedOperation):
             if waited_for.process_set not in self._rank_sets:
                 return False

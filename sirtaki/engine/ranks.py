@@ -33,8 +33,8 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
     if started_by_torchrun(environ):
         return Backend.MESH
     if started_by_mpi(environ):
-        # Under srun, choose TCP if mpi4py is not installed. Whether srun has started the ranks for MPI depends on the
-        # site.
+        # Under srun, choose TCP if mpi4py is not installed. It depends on the site whether srun has started the ranks
+        # for MPI.
         without_mpi = started_by_srun(environ) and find_spec("mpi4py") is None
         return Backend.MESH if without_mpi else Backend.MPI
     if environ.get("RANK") and environ.get("WORLD_SIZE"):

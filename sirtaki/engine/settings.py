@@ -175,7 +175,7 @@ def _member_or_auto(kind: type[Enum], accepts: str) -> _Kind:
     return _one_of({"auto": None} | {member.value: member for member in kind}), accepts
 
 
-# Any, because `dataclasses.field` returns Any.
+# `default` and the result are Any, like those of `dataclasses.field`.
 def _set_by(default: Any, *, shown: bool = True, **variables: _Kind) -> Any:
     """Make a dataclass field that any of the environment variables `variables` sets. The last one that is set wins, so
     Sirtaki's own variable must be last.
@@ -354,10 +354,10 @@ class Variable:
 
     name: str
     field: str
-    parse: Callable[[str], Any]  # returns Any, because fields have different types
+    parse: Callable[[str], Any]  # The parser returns Any, because the fields of `Settings` have different types.
     accepts: str
 
-    def read(self, text: str) -> Any:  # Any, because fields have different types
+    def read(self, text: str) -> Any:  # The return type is Any, because the fields of `Settings` have different types.
         """Convert the variable's text to the field's value.
 
         Raises:

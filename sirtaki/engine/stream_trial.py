@@ -56,8 +56,9 @@ class StreamTrial:
 
 
 def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
-    """Time all-reduces on one and on two CUDA streams, alternating. Collective. `router`, which sends units (buckets)
-    over the transports, provides the default transport and algorithm.
+    """Time all-reduces on one and on two CUDA streams, alternating. Collective.
+
+    `router`, which sends units (buckets) over the transports, provides the default transport and algorithm.
     """
     transport, _ = router.routes[0]
     limit = router.max_streams()

@@ -14,7 +14,7 @@ from .mpi_ops import *
 from .optimizer import DistributedOptimizer, sparse_gradients
 from .sync_batch_norm import SyncBatchNorm
 
-ask_for_launch_order()  # at import, because NCCL reads this variable once, at the script's first collective
+ask_for_launch_order()  # Set the variable at import, because NCCL reads it once, at the script's first collective.
 
 __all__ = [
     "Adasum",

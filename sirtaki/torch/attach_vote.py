@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 PREFIX = "sirtaki_attach"
 
 TIMEOUT_S = 60.0
-"""Maximum seconds that a rank waits for the other ranks' votes. Then the ranks do not attach the model."""
+"""Maximum seconds that a rank waits for the other ranks' votes. After this time, the ranks do not attach the model."""
 
 AGREED = "yes"
 
-MOST_NAMED = 8  # maximum number of ranks that a message lists
+MOST_NAMED = 8  # Maximum number of ranks that a message lists.
 
 _n_ballots: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """Counters of ballots, by the kind of model and the ranks that vote. A counter is equal on all of these ranks, because
@@ -44,7 +44,7 @@ _announced: weakref.ref[ProcessGroup] | None = None
 
 
 def announce() -> None:
-    """Tell the other ranks that this rank takes part in votes. Idempotent. Not collective."""
+    """Tell the other ranks that this rank takes part in votes on attaching models. Idempotent. Not collective."""
     global _announced
     world, store = dist.group.WORLD, default_store()
     if store is not None and world is not None and (_announced is None or _announced() is not world):
@@ -73,7 +73,8 @@ class AttachBallot:
             self._missing = [rank for rank in ranks if not store.check([_key_of(rank)])]
             self.is_reporter = dist.get_rank() == next(rank for rank in ranks if rank not in self._missing)
         if ranks[0] not in self._missing:
-            # A store may be reused, for example after a restart of all ranks. Then it contains earlier answers.
+            # A store may be reused, for example after a restart of all ranks. It then contains answers of earlier
+            # votes.
             self._key += f"/{store.get(_key_of(ranks[0])).decode()}"
 
     @property

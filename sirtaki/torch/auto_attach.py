@@ -47,7 +47,7 @@ SIMULATED_BACKENDS = ("fake", "threaded")
 
 
 class AttachCandidate(Protocol):
-    """A model that may be attached."""
+    """A DDP or FSDP2 model that Sirtaki may attach."""
 
     kind: str
     """Name of the way in which PyTorch distributes the model, for messages and for the vote."""
@@ -87,7 +87,7 @@ def attach(found: AttachCandidate) -> None:
     began_job = not job.is_initialized()
     try:
         ballot = AttachBallot(found.kind, found.ranks)
-    except Exception:  # the other ranks then get no answer, so they do not attach the model either
+    except Exception:  # Do not vote. The other ranks then get no answer, and do not attach the model either.
         logger.warning("a model is trained without Sirtaki, because this rank cannot vote", exc_info=True)
         return
     reason = ballot.vote("check", _objection(found.check))
@@ -106,15 +106,15 @@ def _undo(found: AttachCandidate, began_job: bool) -> None:
         found.undo()
         if began_job:
             job.undo_init("the ranks could not connect for a model")
-    except Exception:  # any error, because PyTorch can train the model without Sirtaki
+    except Exception:  # Log every error instead of raising it, because PyTorch can train the model without Sirtaki.
         logger.debug("not everything could be undone for a model that is not attached", exc_info=True)
 
 
 def _objection(step: Callable[[], None]) -> str | None:
-    """Call `step`. Return why it has failed, or None."""
+    """Call `step`. Return None if it succeeds, else its error as the text of an objection."""
     try:
         step()
-    except Exception as err:  # any error, because PyTorch can train the model without Sirtaki
+    except Exception as err:  # Return every error as an objection, because PyTorch can train the model without Sirtaki.
         logger.debug("PyTorch trains a model without Sirtaki, because of this error:", exc_info=True)
         return str(err) if isinstance(err, SirtakiError) else f"{type(err).__name__}: {err}"
     return None
@@ -124,7 +124,8 @@ def _log(found: AttachCandidate, reason: str | None) -> None:
     _start_logging()
     name = type(found.model).__name__.removeprefix(found.kind.removesuffix("2"))
     if reason is not None:
-        # A rank other than 0 reports only if rank 0 does not vote. It logs a warning, because it logs only warnings.
+        # A rank other than 0 reports only if rank 0 does not vote. It must log a warning, because such ranks show no
+        # other messages.
         level = logging.INFO if dist.get_rank() == 0 else logging.WARNING
         logger.log(
             level, "%s trains the model %s without Sirtaki; reason: %s", found.kind, name, " ".join(reason.split())
@@ -143,7 +144,7 @@ def _log(found: AttachCandidate, reason: str | None) -> None:
 
 @functools.cache
 def _start_logging() -> None:
-    """Start Sirtaki's log once, if nothing else has. With an invalid setting, start it with the default settings."""
+    """Start the log, unless it was started before. If a setting is invalid, start it with the default settings."""
     if job.is_initialized():
         return
     try:
@@ -194,7 +195,7 @@ class DdpCandidate:
         return model
 
     def unhook(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks that detect the end of a backward pass."""
         for handle in self._handles:
             handle.remove()
 
@@ -208,7 +209,7 @@ class DdpCandidate:
         self._gradients = ddp.connect(self.wrapper, wanted=wanted, store=store)
 
     def install(self) -> None:
-        """Let Sirtaki reduce the gradients."""
+        """Let Sirtaki, instead of DDP, reduce the model's gradients."""
         if self._gradients is not None:
             ddp.install(self.wrapper, self._gradients)
 
@@ -255,7 +256,7 @@ def watch(model: DistributedDataParallel, inside: nn.Module, *, backend: str | N
         # A model with a reducer is not new: the script has replaced its attribute `module`.
         if model not in _candidates and not hasattr(model, "reducer"):
             _candidates[model] = DdpCandidate(model, inside)
-    except Exception as err:  # any error, because DDP can train the model without Sirtaki
+    except Exception as err:  # Log every error instead of raising it, because DDP can train the model without Sirtaki.
         logger.warning("DDP trains a model without Sirtaki, because of %s: %s", type(err).__name__, err)
 
 
@@ -314,7 +315,10 @@ def _attach_ddp(model: DistributedDataParallel) -> None:
 
 
 def _keep(model: DistributedDataParallel, reason: str) -> None:
-    """Leave a model to DDP, for a reason that all ranks know."""
+    """Give up attaching a model, so that DDP continues to reduce its gradients.
+
+    Rank 0 logs the reason, which is equal on all ranks.
+    """
     if (found := _candidates.pop(model, None)) is not None:
         found.unhook()
         if dist.get_rank() == 0:
@@ -323,11 +327,11 @@ def _keep(model: DistributedDataParallel, reason: str) -> None:
 
 @functools.cache
 def _attach_after_join() -> None:
-    """Attach models at the end of a `join()`, which all ranks leave together. Called once."""
+    """Extend DDP's `join()`, so that it attaches models at its end, which all ranks reach together. Called once."""
     leave = Join.__exit__
 
     @functools.wraps(leave)
-    def __exit__(self: Join, kind: Any, error: Any, trace: Any) -> None:  # Any: arguments of an exit
+    def __exit__(self: Join, kind: Any, error: Any, trace: Any) -> None:
         leave(self, kind, error, trace)
         if kind is None and self._enable:
             for model in self._joinables:
@@ -357,7 +361,8 @@ def watch_sharded(model: nn.Module) -> None:
                 attach(Attachment(found))
 
         when_reduced(model, reduced)
-    except Exception as err:  # any error, because FSDP2 can train the model without Sirtaki
+    except Exception as err:
+        # Log every error instead of raising it, because FSDP2 can train the model without Sirtaki.
         logger.warning("FSDP2 trains a model without Sirtaki, because of %s: %s", type(err).__name__, err)
 
 

@@ -126,7 +126,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     job.init(comm)
     try:
         open_static(process_sets)
-    except SirtakiError:  # all ranks raise this error, so they shut down together
+    except SirtakiError:  # All ranks raise this error, so they can shut down together.
         shutdown()
         raise
     record_if_wanted()
@@ -138,7 +138,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
             logger.warning("the job continues without recording a timeline (HOROVOD_TIMELINE): %s", err)
 
 
-_process_sets: Sequence[ProcessSet] | str | None = None  # argument of the last `init`, which `init_again` reuses
+# Argument `process_sets` of the last call of `init`, which `init_again` reuses.
+_process_sets: Sequence[ProcessSet] | str | None = None
 
 
 def init_again() -> None:

@@ -64,8 +64,7 @@ Tensors = Sequence[torch.Tensor]
 Deliver = Callable[[list[torch.Tensor]], Any]
 """Function that converts the result tensors of a collective to the return value of the public function.
 
-Any: a tensor, a list of tensors, a pair, or None.
-"""
+The value is a tensor, a list of tensors, a pair, or None."""
 
 
 class Started(NamedTuple):
@@ -138,8 +137,7 @@ class Call:
         Args:
             tensors: tensors that this rank contributes.
             deliver: function that converts the result tensors to the return value of the public function.
-            rest: further fields of `Signature`, which describes the operation and which ranks compare (Any: of any
-                type).
+            rest: further fields of `Signature`, which describes the operation and which ranks compare (of any type).
         """
         signature = Signature.of(tensors, name=self.name, kind=self.kind, once=self.once, **rest)
         return Started(self.engine, self.submit(signature, tensors), deliver)
@@ -191,7 +189,7 @@ def poll(handle: int) -> bool:
         return True
     if not started.engine.poll(started.work):
         return False
-    with suppress(CommError):  # ignored here, because `synchronize` raises the error
+    with suppress(CommError):  # Ignore an error of the operation here, because `synchronize` raises it.
         result = started.result()
         _under_way[handle] = started._replace(deliver=lambda _: result)
     return True
@@ -790,7 +788,7 @@ def alltoall(
     splits: Splits | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # Any: a tensor, or a pair of tensors if `splits` is set
+) -> Any:  # Returns a tensor, or a pair of tensors if `splits` is set.
     """Send rows to each rank, and return the rows that all ranks send to this rank. Collective. Differentiable.
 
     Args:
@@ -818,7 +816,7 @@ def alltoall(
     def gradient(grads: Tensors) -> Tensors:
         """Send the gradient of the received rows back to the ranks that sent the rows."""
         back, _ = alltoall(grads[0], splits=received_splits.cpu(), process_set=process_set)
-        if back.shape[0] < rows:  # rows beyond the sum of `splits` were not sent: their gradient is zero
+        if back.shape[0] < rows:  # Rows beyond the sum of `splits` were sent to no rank, so their gradient is zero.
             back = torch.cat([back, back.new_zeros(rows - back.shape[0], *back.shape[1:])])
         return [back]
 
@@ -973,5 +971,5 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: the job has failed.
     """
-    engine_of(global_process_set)  # raises an error if Sirtaki is not initialised
+    engine_of(global_process_set)  # Raise an error if Sirtaki is not initialised.
     return job.current().joining.join()

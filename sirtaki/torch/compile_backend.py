@@ -74,7 +74,8 @@ class EarlyGradients:
         splitter = DDPOptimizer(part_bytes, compiler, first_bucket_cap=part_bytes)
         try:
             compiled: Compiled = splitter.compile_fn(graph, list(inputs))
-        except NotImplementedError as err:  # older PyTorch cannot split a graph that calls another graph
+        except NotImplementedError as err:
+            # In older versions of PyTorch, the splitter rejects a graph that calls another graph.
             logger.warning(
                 "PyTorch cannot split a graph with %d bytes of gradients, so the graph is compiled as a whole: %s",
                 n_bytes,
@@ -119,7 +120,10 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
 
 
 def usual_part_bytes(n_bytes: int) -> int:
-    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients. 0: do not split."""
+    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients.
+
+    0 = do not split the graph.
+    """
     if not job.is_initialized() or job.current().size == 1:
         return 0
     current = job.current()

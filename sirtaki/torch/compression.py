@@ -18,7 +18,7 @@ class Compressor:
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the tensor to send, and a context that is passed to `decompress`.
 
-        Any: private to the compressor.
+        The context has any type, and is private to the compressor.
         """
         raise NotImplementedError
 
@@ -28,7 +28,7 @@ class Compressor:
 
         Args:
             tensor: the received tensor.
-            ctx: the context that `compress` has returned (Any: private to the compressor).
+            ctx: the context that `compress` has returned (of any type).
         """
         raise NotImplementedError
 
@@ -116,8 +116,8 @@ def reduction_options(compression: Choice) -> dict[str, Any]:
     if isinstance(compression, type) and issubclass(compression, NoneCompressor):
         return {}
     if isinstance(compression, type) and issubclass(compression, _CastCompressor):
-        # Set the dtype to send for every floating-point dtype, also for those that no parameter of the optimizer has.
-        # Then two optimizers with equal compression have equal options, as a parameter that belongs to both requires.
+        # Set the dtype to send for every floating-point dtype, even if no parameter of the optimizer has it. So
+        # optimizers with equal compression have equal options, which is required if they share a parameter.
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         return {"wire_dtype": tuple((dtype, compression.wire) for dtype in floats)}
     if isinstance(compression, Codec) and not isinstance(compression, type):

@@ -108,7 +108,8 @@ def detach(model: nn.Module) -> bool:
     model = _behind_composable(model)
     if isinstance(model, DistributedDataParallel):
         kept_by_ddp.add(model)
-    idle = getattr(model, "reducer", None)  # None for a module that is no DDP model
+    # `idle` is None for a module that is not a DDP model, because it has no reducer.
+    idle = getattr(model, "reducer", None)
     if not isinstance(idle, IdleReducer):
         return False
     idle.detach()
@@ -180,7 +181,7 @@ def connect(
 def _requiring_gradients(module: nn.Module, wanted: Collection[int] | None) -> Iterator[None]:
     """Let exactly the parameters with the ids `wanted` require gradients while the `with` block runs.
 
-    None changes nothing.
+    If `wanted` is None, change nothing.
     """
     frozen = [(param, param.requires_grad) for param in module.parameters()]
     try:
@@ -212,8 +213,9 @@ def _after_detach(method: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method of DDP, so that an attached model is detached before the method runs."""
 
     @functools.wraps(method)
-    def call(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # Any: passed on to PyTorch
-        if hasattr(self, "reducer") and is_attached(self):  # DDP's constructor may call this without a reducer
+    def call(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if hasattr(self, "reducer") and is_attached(self):
+            # DDP's constructor may call this method before the model has a reducer.
             detach(self)
             if dist.get_rank() == 0:
                 logger.info(
@@ -277,13 +279,13 @@ def _behind_composable(model: nn.Module) -> nn.Module:
     """Return the DDP model that PyTorch's `replicate()` has created for a module. Return other modules unchanged."""
     if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
         return model
-    # Imported here because it imports FSDP2, which is slow.
+    # Import this module here, because it imports FSDP2, which is slow.
     from torch.distributed._composable.replicate import _ReplicateState, replicate
 
     state = replicate.state(model)
     if not isinstance(state, _ReplicateState):
         return model
-    if not state.has_initialized:  # create the DDP model now, not in the first forward pass
+    if not state.has_initialized:  # Make `replicate()` create the DDP model now, and not in the first forward pass.
         state.lazy_init()
     return state._ddp
 
@@ -291,10 +293,10 @@ def _behind_composable(model: nn.Module) -> nn.Module:
 class _Watched:
     """Wrapper of DDP's `_post_forward` that hooks the model's outputs, to detect where a backward pass begins."""
 
-    def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:  # Any: outputs of any model
+    def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:
         self._method, self._idle = method, idle
 
-    def __call__(self, output: Any) -> Any:  # Any: outputs of any model
+    def __call__(self, output: Any) -> Any:
         output = self._method(output)
         if not torch.compiler.is_compiling():
             self._idle.watch(output)
@@ -307,10 +309,12 @@ def _require_reducer_alone(model: DistributedDataParallel) -> None:
         raise ConfigError(
             'this model has been attached already, by ddp.attach() or by the process group "sirtaki"; remove this call'
         )
-    if model.mixed_precision is not None:  # checked first, because it adds a communication hook
+    if model.mixed_precision is not None:
+        # Check mixed precision before communication hooks, because it adds such a hook, and the message should name the
+        # cause.
         raise ConfigError("ddp.attach() cannot be used with DDP(mixed_precision=...); use torch.autocast instead")
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` does not list hooks written in C++
+    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` does not list hooks written in C++.
         raise ConfigError(
             "the DDP model has a communication hook, but Sirtaki reduces gradients itself; remove register_comm_hook"
         )
@@ -369,10 +373,10 @@ class DdpGradients(GradientHooks):
             that would not be reduced.
     """
 
-    undefined_are_zeros = True  # treat undefined gradients as zeros, like DDP
-    nodes_are_kept = True  # AccumulateGrad nodes stay alive, because DDP's reducer holds them
-    # Do not compare the parameters of ranks at the start: DDP's constructor has broadcast them, and a script may later
-    # change them on purpose, for example with SAM within no_sync().
+    undefined_are_zeros = True  # Treat undefined gradients as zeros, like DDP.
+    nodes_are_kept = True  # DDP's reducer keeps the AccumulateGrad nodes alive.
+    # Do not compare the parameters of ranks at the start. DDP's constructor has broadcast them, and a script may later
+    # change them on purpose, for example with SAM within `no_sync()`.
     may_begin_apart = False
 
     _due = _begun = False
@@ -437,7 +441,8 @@ class DdpGradients(GradientHooks):
         for number, (_, param) in enumerate(self.hooked):
             node = get_gradient_edge(param).node
             handle = node.register_hook(partial(_refuse_unnoticed, this, number))
-            self._hooks.callback(_remove, handle, node)  # the argument `node` keeps the node alive
+            # Pass `node` to the callback, to keep the AccumulateGrad node alive.
+            self._hooks.callback(_remove, handle, node)
 
     def require_noticed(self, number: int) -> None:
         """Check that the hook that reduces a parameter's gradient was called.
@@ -457,7 +462,7 @@ class DdpGradients(GradientHooks):
         seen = self._counter.has(number) if self._counter is not None else _contains(self._ready, param)
         if not seen:
             problem = UNNOTICED.format(name=name)
-            # Logged, because PyTorch replaces the message by "Error on Node 0: python_error".
+            # Log the error, because PyTorch replaces its message by "Error on Node 0: python_error".
             logger.error("%s", problem)
             raise GradientError(problem)
 
@@ -481,7 +486,8 @@ class DdpGradients(GradientHooks):
             self._unwatched -= 1
             self._graphs = weakref.WeakSet([*self._graphs, graph])
         elif not self._begun and not self._graphs:
-            self._forget()  # this forward pass is within `no_sync()`, and the due pass can no longer run
+            # Forget the due pass: this forward pass is within `no_sync()`, and the due pass can no longer run.
+            self._forget()
             return
         for tensor in outputs:
             hook = partial(self._on_output_gradient, _nearest_leaf(tensor), graph)
@@ -644,10 +650,11 @@ class IdleReducer:
         """
         self._gradients, self._model = gradients, weakref.ref(model)
         self._static, self._finds_unused = model.static_graph, model.find_unused_parameters
-        self._wanted = {id(param) for _, param in gradients.named}  # ids of the parameters that DDP reduces
-        self._trained = False  # whether the model has run a forward pass in training
-        self._own: tuple[Any, Any] | None = None  # DDP's own reducer and its logger, C++ objects, if they exist
-        self._nodes: list[Node] = []  # AccumulateGrad nodes, which DDP's reducer kept alive with the hooks on them
+        self._wanted = {id(param) for _, param in gradients.named}  # Ids of the parameters that DDP reduces.
+        self._trained = False  # Whether the model has run a forward pass in training.
+        self._own: tuple[Any, Any] | None = None  # DDP's own reducer and its logger (C++ objects), if they exist.
+        # AccumulateGrad nodes of the parameters. DDP's reducer kept them alive, with the hooks on them.
+        self._nodes: list[Node] = []
         self._handle: RemovableHandle | None = None
 
     def install(self, model: DistributedDataParallel) -> None:
@@ -655,21 +662,22 @@ class IdleReducer:
 
         First wait for the model's GPU, because DDP's buckets are freed, and CUDA streams may still use them.
         """
-        # Leave inference mode, in which the script may call `attach`: there, a parameter has no AccumulateGrad node.
+        # Leave inference mode, in which the script may call `attach`. A parameter has no AccumulateGrad node there.
         with self._as_wrapped(model), torch.inference_mode(mode=False), torch.enable_grad():
             self._nodes = [get_gradient_edge(param).node for _, param in self._gradients.named]
         for device in {param.device for _, param in self._gradients.named if param.is_cuda}:
             torch.cuda.synchronize(device)
         model.logger = AttachedLogger(model.logger, self._gradients.log)
-        # Only this call tells whether DDP's reducer has seen a forward pass. What it changes is freed with the reducer.
+        # No other call shows whether DDP's reducer has seen a forward pass. The state that it changes is freed with the
+        # reducer.
         try:
             model.reducer._set_static_graph()
         except RuntimeError:
             self._trained = True
         model.reducer = self  # type: ignore[assignment]
-        model.find_unused_parameters = False  # Sirtaki itself finds unused parameters at the end of the backward pass
-        # Wrap `_post_forward` of a DDP model that `replicate()` has made over a ParameterList: PyTorch calls this
-        # method, but never the forward hooks of such a model.
+        model.find_unused_parameters = False  # Sirtaki itself finds unused parameters at the end of the backward pass.
+        # Wrap `_post_forward` of a DDP model that `replicate()` has made over a ParameterList. PyTorch calls this
+        # method of such a model, but never its forward hooks.
         if isinstance(model.module, nn.ParameterList):
             model._post_forward = _Watched(model._post_forward, self)  # type: ignore[method-assign]
         else:
@@ -688,9 +696,10 @@ class IdleReducer:
         self._own = None
         self._nodes.clear()
 
-    def _make_own(self, model: DistributedDataParallel) -> tuple[Any, Any]:  # Any: C++ classes without types
+    # The result is Any, because DDP's reducer and logger are C++ classes without type declarations.
+    def _make_own(self, model: DistributedDataParallel) -> tuple[Any, Any]:
         """Return a new reducer and its logger, as DDP's constructor creates them. Not collective."""
-        kind: Any = model  # Any: private methods, which DDP also calls in `__setstate__`
+        kind: Any = model  # mypy does not know these private methods, which DDP also calls in `__setstate__`.
         before = kind.reducer, kind.logger, kind.find_unused_parameters
         kind.find_unused_parameters = self._finds_unused
         try:
@@ -698,7 +707,7 @@ class IdleReducer:
                 parameters, has_sparse_gradients = kind._build_params_for_reducer()
                 names = kind._build_debug_param_to_name_mapping(parameters)
                 kind._ddp_init_helper(parameters, has_sparse_gradients, names, model.static_graph)
-            if model.static_graph:  # the new reducer counts gradients in its first pass
+            if model.static_graph:  # With a static graph, the new reducer counts gradients in its first pass.
                 kind.reducer._set_static_graph()
                 kind.logger._set_static_graph()
                 kind._static_graph_delay_allreduce_enqueued = False
@@ -711,7 +720,7 @@ class IdleReducer:
         return _requiring_gradients(model.module, self._wanted)
 
     @property
-    def _reducer(self) -> Any:  # Any: a C++ class without types
+    def _reducer(self) -> Any:  # The result is Any, because DDP's reducer is a C++ class without type declarations.
         """Return DDP's own reducer. Create it if it does not exist."""
         if self._own is None:
             model = self._model()
@@ -719,14 +728,15 @@ class IdleReducer:
             self._own = self._make_own(model)
         return self._own[0]
 
-    def __getattr__(self, name: str) -> Any:  # Any: any attribute of DDP's C++ reducer
-        # Do not forward these, or PyTorch's C++ code would register hooks on DDP's reducer.
+    # The result is Any, because an attribute of DDP's C++ reducer may have any type.
+    def __getattr__(self, name: str) -> Any:
+        # Do not forward pybind11's private names. Otherwise PyTorch's C++ code would register hooks on DDP's reducer.
         if name.startswith("_pybind11_") or not hasattr(Reducer, name):
             raise AttributeError(name)
         return getattr(self._reducer, name)
 
     def __repr__(self) -> str:
-        # If a script passes this object to PyTorch's C++ as a reducer, the C++ puts this text into its error message.
+        # PyTorch's C++ code shows this text in an error message if a script passes this object to it as a reducer.
         return (
             "<idle reducer, because Sirtaki reduces the model's gradients; to let DDP reduce them, call "
             "sirtaki.torch.ddp.detach(model), or set SIRTAKI_ATTACH=0>"

@@ -85,7 +85,8 @@ class AttachedLogger:
     reference to DDP's logger, which would keep DDP's buckets.
     """
 
-    def __init__(self, logger: Any, log: PassLog) -> None:  # Any: DDP's C++ logger, which has no types
+    # `logger` is Any, because DDP's logger is a C++ class without type declarations.
+    def __init__(self, logger: Any, log: PassLog) -> None:
         known = logger._get_ddp_logging_data()
         self._strs = {**known.strs_map, "comm_hook": "sirtaki"}
         self._ints, self._log = dict(known.ints_map), log

@@ -49,7 +49,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:  # Any: any picklable object
+) -> Any:
     """Return the object of the root rank on every rank. It must be picklable. Collective."""
     is_root = rank() == root_rank
     data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -61,7 +61,7 @@ def broadcast_object(
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: any picklable object
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order. They must be picklable. Collective."""
     data = _pickled(obj)
     lengths = allgather(_count(data), None if name is None else f"{name}.length")
@@ -120,14 +120,14 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; do not call broadcast_optimizer_state() for LBFGS")
     state = optimizer.state_dict()
-    state.pop("sirtaki_compression", None)  # the error-feedback residual: each rank keeps its own
+    state.pop("sirtaki_compression", None)  # Drop the error-feedback residual, because each rank keeps its own.
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         load_optimizer_state(optimizer, state)
     _fill_missing_gradients(optimizer)
 
 
-@outside_modes  # leave inference mode: a backward pass cannot add to a gradient that was created in it
+@outside_modes  # Leave inference mode, because a backward pass cannot add to a gradient that was created in it.
 def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -136,7 +136,7 @@ def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
                 param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
-@outside_modes  # leave inference mode: a later update cannot write to tensors that were created in it
+@outside_modes  # Leave inference mode, because a later update cannot write to tensors that were created in it.
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a `state_dict()` into an optimizer without changing the dtype of any state entry.
 
@@ -163,7 +163,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
                 optimizer.state[param] = restored
 
 
-def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: an entry of the optimizer state
+# `loaded` and `saved` are entries of the optimizer state, of any type.
+def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:
     """Undo the change of dtype or device of one optimizer state entry by PyTorch's `load_state_dict`.
 
     Args:

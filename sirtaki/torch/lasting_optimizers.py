@@ -47,10 +47,10 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _is_reduced(self) -> bool:
-        """Return whether a `GradScaler` has reduced the gradients since the last step and since its `update()`.
+        """Return whether a `GradScaler` has already reduced the gradients of this iteration.
 
-        `update()` ends an iteration also if user code has skipped the step. It replaces the scaler's state of each
-        optimizer.
+        An iteration ends with the optimizer's step, or with the scaler's `update()` if user code has skipped the step.
+        `update()` is detected because it replaces the scaler's state of each optimizer.
         """
         if self._reduced_for is None:
             return False
@@ -61,7 +61,7 @@ class Distributed(torch.optim.Optimizer):
     def _signature(self) -> str:
         """Return a string that identifies the optimizer by its parameters and options.
 
-        Optimizers of different ranks with equal strings belong together.
+        An optimizer has the same string on all ranks.
         """
         raise NotImplementedError
 
@@ -118,7 +118,8 @@ class Distributed(torch.optim.Optimizer):
         """
         self._detached = why
         if self._reduced_for is not None:
-            # The scaler may have unscaled gradients that are dropped here. It must unscale the new ones, too.
+            # The scaler may have unscaled gradients that are dropped here. Reset it, so that it unscales the next
+            # gradients, too.
             self._reduced_for[0]._per_optimizer_states.pop(id(self), None)
             self._reduced_for = None
         for group in self.param_groups:
@@ -251,7 +252,7 @@ def detached() -> dict[str, Distributed]:
     The newest optimizer gets number 0, because older ones may be garbage that only some ranks have collected.
     """
     if any(optimizer._of_training for optimizer in _alive()):
-        gc.collect()  # free optimizers that the ended training function has left in reference cycles
+        gc.collect()  # Free optimizers that the ended training function has left in reference cycles.
     waiting = [optimizer for optimizer in _alive() if optimizer._detached and not optimizer._closed]
     seen: Counter[str] = Counter()
     named = {}
@@ -273,5 +274,6 @@ def attach(current: job.Job, optimizers: dict[str, Distributed], names: Sequence
     for name in names:
         try:
             optimizers[name]._attach(current)
-        except (ConfigError, NotImplementedError) as err:  # store the error, to raise it when the optimizer is used
+        except (ConfigError, NotImplementedError) as err:
+            # Store the error instead of raising it. It is raised when the optimizer is used.
             optimizers[name]._detached = str(err)

@@ -221,10 +221,10 @@ class LocalSGD:
             require(0 <= self.delay <= most, "delay", f"0 to {most} (sync_every / number of fragments)", self.delay)
         # Index of the fragment (part of the model) to send next, and optimizer steps since a fragment was last sent.
         self._turn = self._steps = 0
-        self._begun = False  # whether ranks have trained separately, so that their parameters may differ
+        self._begun = False  # Whether ranks have trained separately, so that their parameters may differ.
         self._flight: _Flight | None = None
-        self._name = ""  # prefix of the names of this object's collectives
-        self._hook: Any = None  # handle of the optimizer's post-step hook inside the block (Any: untyped in PyTorch)
+        self._name = ""  # Prefix of the names of this object's collectives.
+        self._hook: Any = None  # Handle of the optimizer's post-step hook inside the block. It has no type in PyTorch.
         # Measurements of rank 0, from which it tunes the interval between fragments: duration of each training step
         # without the time spent in this class, end of the last step, and communication time of each fragment.
         self._step_s: deque[float] = deque(maxlen=16)
@@ -253,7 +253,7 @@ class LocalSGD:
                 "used again"
             )
         self._drop()
-        engine_of(self._process_set)  # raises an error if this rank is not in the process set
+        engine_of(self._process_set)  # Raise an error if this rank is not in the process set.
         current, number = job.current(), require_opened(self._process_set).number
         members = current.rank_sets.members(number)
         named = [each for fragment in self._fragments for each in zip(fragment.names, fragment.params, strict=True)]
@@ -324,7 +324,8 @@ class LocalSGD:
 
     @outside_changes
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:  # Any: the optimizer and the arguments of `step()`, which are not used
+    # PyTorch passes the optimizer and the arguments of `step()`, which are not used.
+    def _after_step(self, *_: Any) -> None:
         """Count a step of the optimizer.
 
         If it is time, merge the average of the fragment that was sent, and send the next one.
@@ -455,7 +456,7 @@ class LocalSGD:
         step_s, count = max(median(self._step_s), 1e-6), len(self._fragments)
         self._travel_s.append(travel_s)
         self._n_timed += 1
-        if self._n_timed <= 2 * count:  # skip the first fragments, whose time includes opening connections
+        if self._n_timed <= 2 * count:  # Ignore the times of the first fragments, which include opening connections.
             return
         needed = max(self._travel_s) / step_s
         delay = min(max(1, math.ceil(MARGIN * needed)), LONGEST // count)
@@ -488,7 +489,7 @@ class LocalSGD:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.fragment.steps += flight.steps
-            self._steps = self._interval  # so that the next step sends the fragment again
+            self._steps = self._interval  # Make the next step send the fragment again.
             with suppress(CommError):
                 synchronize(flight.handle)
 
@@ -534,7 +535,7 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """Like `LocalSGD`, but the ranks average their changes of the parameters.
+    """Variant of `LocalSGD` in which the ranks average their changes of the parameters.
 
     The average is the gradient of an outer optimizer, which updates the parameters.
 
@@ -618,7 +619,8 @@ class DiLoCo(LocalSGD):
 
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
         if not self._begun:
-            for fragment in self._fragments:  # copy again: the model may have been broadcast since `__init__`
+            for fragment in self._fragments:
+                # Copy the parameters again, because the model may have been broadcast since `__init__`.
                 for param, origin in zip(fragment.params, fragment.origins, strict=True):
                     origin.copy_(_wire(param))
         return self._origins
@@ -640,7 +642,8 @@ class DiLoCo(LocalSGD):
     @outside_changes
     @torch.no_grad()
     def _settle(self) -> None:
-        for fragment in self._fragments:  # with `blend`, each rank has kept a part of its own parameters
+        for fragment in self._fragments:
+            # With `blend`, each rank has kept a part of its own parameters. Overwrite them with equal values.
             for param, origin in zip(fragment.params, fragment.origins, strict=True):
                 _write(param, origin)
 

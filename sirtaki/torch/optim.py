@@ -22,7 +22,7 @@ class AdamSGD(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,  # Any: parameters or parameter groups, as for PyTorch's optimizers
+        params: Any,  # Parameters or parameter groups, as for PyTorch's optimizers.
         lr: float = 1e-3,
         *,
         decay_steps: int = 10_000,
@@ -76,7 +76,7 @@ class AdamSGD(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient.
 
         Return the result of the closure. Without a closure, return None.
@@ -113,7 +113,7 @@ class AdamSGD(torch.optim.Optimizer):
             group: parameter group of the optimizer, which contains the options such as `lr`.
         """
         step, lr = self.state[params[0]]["step"], group["lr"]
-        adams = max(0.0, 1.0 - (step - 1) / group["decay_steps"])  # λ, the weight of Adam's update
+        adams = max(0.0, 1.0 - (step - 1) / group["decay_steps"])  # λ, the weight of Adam's update.
         values, gradients = _real(params), _real([param.grad for param in params if param.grad is not None])
         momenta, means, squares = (_real([self.state[param][name] for param in params]) for name in _STATES)
         if group["weight_decay"]:

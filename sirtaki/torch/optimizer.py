@@ -223,7 +223,7 @@ class AveragingOptimizer(Distributed):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients over the ranks and update the parameters. Within `skip_synchronize`, only update.
 
         Collective.
@@ -246,8 +246,8 @@ class AveragingOptimizer(Distributed):
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
         self._reduced_for, self._synchronized = None, False
-        # Set this attribute, because a learning rate scheduler that was created with the user's optimizer warns unless
-        # it is True.
+        # Set this attribute, because otherwise a learning rate scheduler that was created with the user's optimizer
+        # warns.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
         return super().step(closure)
 
@@ -420,7 +420,7 @@ class _AdasumDistributed(Distributed):
             each.add_(everywhere.to(each))
         return True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Compute this rank's parameter updates, combine them with those of all ranks by Adasum, and apply the result.
 
         Collective.
@@ -489,7 +489,8 @@ def _after_reduction(method: Callable[..., Any], *, ends: bool) -> Callable[...,
                 distributed._reduced_for = self, self._per_optimizer_states[id(optimizer)]
         result = method(self, optimizer, *args, **kwargs)
         if distributed is not None and ends:
-            distributed._reduced_for = None  # even if the scaler has skipped the optimizer's `step`
+            # The scaler's step ends the iteration, even if it has skipped the optimizer's `step`.
+            distributed._reduced_for = None
         return result
 
     return call
@@ -609,7 +610,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def _may_defer(self) -> bool:
         if not self._knows_reads or self._refusal != "" or isinstance(self, torch.optim.SparseAdam):
-            return False  # SparseAdam requires sparse gradients, and only `synchronize` makes reduced gradients sparse
+            return False  # SparseAdam requires sparse gradients, and only `synchronize` makes reduced gradients sparse.
         if something_is_compiled():
             self._log_once(COMPILED)
             return False
@@ -624,7 +625,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the reduced gradients. If the updates may be deferred, return at once.
 
         Collective.
@@ -634,7 +635,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             ConfigError: `overlap_forward=True` with a closure, or with an optimizer whose update of one parameter
                 depends on other parameters.
         """
-        # Leave inference mode: a later deferred update could not write to optimizer states that are created in it.
+        # Leave inference mode. A later deferred update could not write to optimizer states that are created in it.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.step(closure)
@@ -647,7 +648,8 @@ class OverlappedOptimizer(AveragingOptimizer):
         updates = self._updates
         if updates is None or self._refusal:
             return super().step(closure)
-        if updates.state is IterationState.DEFERRED:  # there was no backward pass since the last step
+        if updates.state is IterationState.DEFERRED:
+            # The state is DEFERRED if there was no backward pass since the last step.
             updates.drain()
         plain = closure is None and self._should_synchronize and not (self._synchronized or self._is_reduced)
         if plain and updates.step():
@@ -661,7 +663,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         self._learn_reads()
         return result
 
-    def _first_step(self) -> Any:  # Any: the loss that a closure returns
+    def _first_step(self) -> Any:  # The result is the loss that a closure returns, of any type.
         """Reduce the gradients and update the parameters.
 
         Test on copies whether updates of this optimizer can be deferred.
@@ -696,7 +698,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             # `zero_grad` reads no parameter, so `_learning` must not record its call as a read.
             with nullcontext() if self._learning is None else without_subclasses():
                 super().zero_grad(set_to_none)
-        elif updates.state is IterationState.LAUNCHED:  # `step()` was omitted
+        elif updates.state is IterationState.LAUNCHED:  # The state is LAUNCHED if the script has omitted `step()`.
             updates.withdraw()
             super().zero_grad(set_to_none)
         else:
@@ -712,7 +714,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         if overlap is None or self._learning is not None or something_is_compiled():
             return
         # Record the order in which this iteration reads the parameters, if the tuner requests it. Also record it if the
-        # tuner is ready and no order is known: the iteration in which the tuner requested it could not be recorded.
+        # tuner is ready and no order is known, because an earlier requested recording was not possible.
         if overlap.learning or (overlap.ready and not self._knows_reads):
             learning = LearnedReads(self._reduced_params())
             if learning.begin():
@@ -770,7 +772,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             self._stop_watching()
 
     @property
-    def state(self) -> Any:  # Any: untyped in PyTorch's Optimizer
+    def state(self) -> Any:
         """Apply all deferred updates, then return the optimizer's state."""
         if self._partial is None or not self._partial.running:
             self.finish()
@@ -1029,8 +1031,8 @@ class LocalShard(torch.Tensor):
     """
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
-    _whole: weakref.ref[Any]  # the DTensor parameter (Any: its class is not imported here, which takes time)
-    _seen = (0, 0)  # id and version counter of the DTensor's gradient when `grad` was last read or set
+    _whole: weakref.ref[Any]  # The DTensor parameter. Its class is not imported here, because that takes time.
+    _seen = (0, 0)  # Id and version counter of the DTensor's gradient when `grad` was last read or set.
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -1065,12 +1067,14 @@ class LocalShard(torch.Tensor):
         """
 
         @torch.no_grad()
-        def on_gradient(whole: Any) -> None:  # Any: a DTensor, whose class is not imported here
+        # `whole` is a DTensor. Its class is not imported here, because that takes time.
+        def on_gradient(whole: Any) -> None:
             if (gradient := whole.grad) is not None:
                 if gradient.placements != whole.placements:
                     gradient = gradient.redistribute(placements=whole.placements)
                 local = gradient._local_tensor
-                if hasattr(local, "trigger_wait"):  # the shard is an AsyncCollectiveTensor, still in communication
+                if hasattr(local, "trigger_wait"):
+                    # Wait for the shard, because an AsyncCollectiveTensor is still in communication.
                     local = local.trigger_wait()
                 if local is not self.grad:
                     self.grad = local
@@ -1082,7 +1086,8 @@ class LocalShard(torch.Tensor):
 _shards = WeakTensorKeyDictionary()
 
 
-def local_shard(param: Any) -> torch.Tensor:  # Any: a parameter or a DTensor, whose class is not imported here
+# `param` is a parameter or a DTensor, whose class is not imported here, because that takes time.
+def local_shard(param: Any) -> torch.Tensor:
     """Return the local shard of a DTensor parameter. Return any other parameter itself.
 
     There is one `LocalShard` for each DTensor.

@@ -53,7 +53,7 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
 
 @contextlib.contextmanager
 def step_context(device: torch.device) -> Iterator[None]:
-    """Disable autocast, inference mode, dispatch modes and functorch transforms while the `with` block updates."""
+    """Disable autocast, inference mode, dispatch modes and functorch transforms for the updates in the `with` block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -62,7 +62,7 @@ def step_context(device: torch.device) -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        # The calling code runs inside a transform of torch.func.
+        # An interpreter on the stack means that the calling code runs inside a transform of `torch.func`.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
@@ -132,7 +132,7 @@ class PartialStep:
             self.running = False
 
 
-def _copy(value: Any) -> Any:  # Any: an optimizer's options may be anything
+def _copy(value: Any) -> Any:  # `value` is an option of an optimizer, of any type.
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -203,7 +203,9 @@ def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
                     return f"{kind.__name__}.step() changes {different}, which does not belong to one parameter"
                 if _difference(_results(whole), _results(parts)):
                     return f"{kind.__name__} uses other parameters to update a parameter"
-    except Exception as err:  # an unknown optimizer may raise any error, and the copies may not fit into memory
+    except Exception as err:
+        # Treat every error as a refusal. An unknown optimizer may raise any error, and the copies may not fit into
+        # memory.
         return f"{kind.__name__} failed in a trial step with some of its parameters ({type(err).__name__}: {err})"
     return ""
 
@@ -215,7 +217,7 @@ def _copy_of(
 
     The copied gradients are multiplied by `scale`.
     """
-    copies: dict[int, Any] = {}  # memo of `deepcopy`: replaces references to a parameter by its copy
+    copies: dict[int, Any] = {}  # Memo of `deepcopy`, which replaces references to a parameter by its copy.
     for group in optimizer.param_groups:
         for param in group["params"]:
             copies[id(param)] = twin = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -224,11 +226,11 @@ def _copy_of(
     for name, value in vars(getattr(optimizer, "_wrapped", optimizer)).items():
         if name.endswith("_hooks"):
             copied.__dict__[name] = OrderedDict()
-        # Skip `step`, which a scheduler may have set on the instance.
+        # Do not copy an attribute `step`, with which a scheduler may have replaced the method.
         elif name not in ("state", "param_groups", "step"):
             try:
                 copied.__dict__[name] = copy.deepcopy(value, copies)
-            except Exception:  # share the attribute, which cannot be copied: updates do not depend on it
+            except Exception:  # Share an attribute that cannot be copied, because updates do not depend on it.
                 copied.__dict__[name] = value
     copied.param_groups = copy.deepcopy(optimizer.param_groups, copies)
     copied.state = defaultdict(dict, copy.deepcopy(dict(optimizer.state), copies))
@@ -278,14 +280,14 @@ def _equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_equal, one, other))
     try:
         return bool(one == other)
-    except Exception:  # values that cannot be compared count as different
+    except Exception:  # Values that cannot be compared count as different.
         return False
 
 
 class Awaiter(Protocol):
-    """Owner of held tensors.
+    """Owner of held tensors, whose updates are deferred.
 
-    A tensor is held while its update is deferred: each operation on it first calls its owner.
+    Each operation on a held tensor first calls the tensor's owner.
     """
 
     def on_read(self, tensor: torch.Tensor) -> None:
@@ -318,7 +320,7 @@ class _Awaited:
     @classmethod
     def __torch_function__(
         cls,
-        func: Any,  # Any: PyTorch's signature of `__torch_function__`
+        func: Any,  # The arguments have PyTorch's signature of `__torch_function__`.
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -329,7 +331,7 @@ class _Awaited:
         found = list(_tensors((args, kwargs)))
         for tensor in found:
             wait_for(tensor)
-        if not found:  # the held tensor is inside a container that `_tensors` does not search
+        if not found:  # No held tensor is found if it is inside a container that `_tensors` does not search.
             wait_for_all()
         return func(*args, **(kwargs or {}))
 
@@ -720,7 +722,8 @@ class PutOffUpdates:
         self._keeps: torch.optim.Optimizer | None = None
 
     def use(self) -> None:
-        """Register this object with the optimizer's reducer, which calls it.
+        """Register this object as the forward gate of the optimizer's reducer, so that the reducer calls `keep` and
+        `drain`.
 
         Called again whenever the optimizer gets new reducers.
         """
@@ -736,7 +739,7 @@ class PutOffUpdates:
     def state(self) -> IterationState:
         """Return the state of the iteration of the optimizer's reducer.
 
-        COLLECTING (gradients are being collected) if the optimizer has not exactly one reducer.
+        COLLECTING (some gradients are not ready) if the optimizer has no reducer or several.
         """
         return IterationState.COLLECTING if (reducer := self._reducer) is None else reducer.state
 
@@ -802,10 +805,11 @@ class PutOffUpdates:
                 self.withdraw()
                 return False
             if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:
-                return False  # the caller's `step()` then reports that a gradient was modified in place
+                return False  # Defer nothing. The caller's `step()` then reports that a gradient was modified in place.
             kept = reducer.state is IterationState.LAUNCHED
             reducer.defer()
-            if not kept:  # not held yet, because some gradients were not ready when the backward pass ended
+            if not kept:
+                # The parameters are not held yet if some gradients were not ready when the backward pass ended.
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
             with torch._C.DisableTorchFunctionSubclass():
@@ -850,8 +854,8 @@ class PutOffUpdates:
             if reducer.state is IterationState.LAUNCHED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
-            # The wait returns no gradient if it ended early, because another operation needs this rank. Then stop
-            # holding all parameters. The iteration collects gradients again.
+            # If the wait returns no gradient, it ended early, because other ranks wait for this rank in another
+            # collective. Then stop holding all parameters. The iteration collects gradients again.
             if not arrived:
                 self._release_all()
                 self._keeps = None
@@ -866,7 +870,7 @@ class PutOffUpdates:
                 self._update(reducer, arrived, params)
 
     def _update(self, reducer: GradientHooks, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
-        # Gradients of a newer backward pass through an old graph, which must be added to `.grad` after the update.
+        # Gradients of a newer backward pass through an old graph. They must be added to `.grad` after the update.
         newer = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)

@@ -158,7 +158,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if current.elastic is not None and not current.training and process_set not in _lasting:
         _lasting.append(process_set)
         if not current.settled:
-            return process_set  # `elastic.run` opens the set once this rank is a member of the job
+            return process_set  # Do not open the set yet. `elastic.run` opens it once this rank is a member of the job.
     process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
     process_set.ranks = list(current.rank_sets[process_set.process_set_id].ranks)
     return process_set
@@ -216,7 +216,8 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
     Raises:
         ValueError: a set is passed twice, or the argument has an invalid type.
     """
-    if process_sets is None or process_sets == "dynamic":  # Horovod's value "dynamic" changes nothing here
+    if process_sets is None or process_sets == "dynamic":
+        # Horovod's value "dynamic" has no effect, because sets can always be added.
         return
     if isinstance(process_sets, str) or not all(isinstance(there, ProcessSet) for there in process_sets):
         raise ConfigError(

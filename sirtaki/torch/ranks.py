@@ -179,7 +179,7 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
         sampler = _EndlessSampler(loader.dataset)
         dataset: Any = _IterableShare(loader.dataset, rank=rank(), ranks=ranks) if ranks > 1 else loader.dataset
     else:
-        order: Any = loader.sampler  # Any: PyTorch declares an Iterable, but requires a length
+        order: Any = loader.sampler  # Typed as Any, because PyTorch declares an Iterable, but requires a length.
         sampler, dataset = DistributedSampler(order, drop_last=loader.drop_last), loader.dataset
     # Set the attributes without the check of DataLoader, which rejects assignments because its iterators may use the
     # old values. The copy has no iterator yet.
@@ -304,7 +304,7 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return mean(each)
         bound = inspect.signature(torch.nn.functional.cross_entropy).bind_partial(*args, **options).arguments | given
         logits, target = bound["input"], bound["target"]
-        if target.is_floating_point():  # the targets are probabilities: each has the weight 1
+        if target.is_floating_point():  # If the targets are probabilities, each has the weight 1.
             return mean(each)
         chosen = {name: bound[name] for name in ("weight", "ignore_index") if name in bound}
         weights: torch.Tensor = torch.nn.functional.nll_loss(

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Named = tuple[str, torch.Tensor]
 
 SAMPLE = 128
-"""Elements of each parameter whose values are compared between ranks. They are evenly spread over the parameter."""
+"""Number of elements of each parameter whose values ranks compare. They are evenly spread over the parameter."""
 
 
 def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
@@ -113,7 +113,7 @@ SHOWN = 5
 
 
 class NanCheck:
-    """Looks for NaN and infinite elements in this rank's gradients, before they are reduced."""
+    """Detector of NaN and infinite elements in this rank's gradients before they are reduced."""
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control

@@ -28,7 +28,7 @@ SHARDED = (
 
 
 def is_possible() -> bool:
-    """Return whether this process has RPC, without which there is no distributed autograd."""
+    """Return whether this process uses RPC. Without RPC, there is no distributed autograd."""
     return rpc.is_available() and bool(rpc._is_current_rpc_agent_set())  # type: ignore[attr-defined]
 
 

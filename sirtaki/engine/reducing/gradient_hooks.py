@@ -136,7 +136,7 @@ class GradientUser(Protocol):
         ...
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Also use the hooks `part`, which have taken over some parameters of the hooks `of`."""
+        """Add `part` to the hooks that this optimizer uses. `part` has taken over some parameters of the hooks `of`."""
         ...
 
 
@@ -284,10 +284,12 @@ class GradientHooks:
         self._number_of = dict[int, int]()
         self.tuning: PipelineTarget | None = None
         self.pipeline: GradientPipeline | None = None
-        self._rows: SparseReductions | None = None  # None if no hooked parameter has sparse gradients
+        # Object that reduces sparse gradients. None if no hooked parameter has sparse gradients.
+        self._rows: SparseReductions | None = None
         self._dense_index = dict[int, int]()
         self._group_sizes, self._group_of = list[int](), dict[int, int]()
-        self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []  # ready gradients of incomplete groups
+        # Ready gradients of the user's groups of parameters whose other gradients are not ready yet.
+        self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []
         self._ready, self._launch_points = list[torch.Tensor](), list[Container[int]]([EVERY])
 
     def _hook(self, named: Sequence[Named]) -> None:
@@ -318,8 +320,8 @@ class GradientHooks:
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
         self._group_sizes, self._waiting = [len(group) for group in groups], [[] for _ in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
-        # In the following cases, count the backward passes of each parameter. In all other cases, pass gradients that
-        # become ready in the expected order to the pipeline together, which is faster.
+        # With groups, NaN checks or sparse gradients, count the backward passes of each parameter. Otherwise, pass
+        # gradients that become ready in the expected order to the pipeline together, which is faster.
         self._counts_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
         for param in self._frozen:
@@ -343,9 +345,9 @@ class GradientHooks:
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        """Prepare the next iteration."""
-        # `_passes_left` has the number of remaining backward passes of each parameter. If it is None, the number is
-        # `_passes_left_of_all` for every parameter whose gradient the pipeline does not have yet.
+        """Reset the counts of backward passes and gradients for the next iteration."""
+        # Number of remaining backward passes of each parameter. None means `_passes_left_of_all` for every parameter
+        # whose gradient the pipeline does not have yet.
         self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
         self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
         for waiting in self._waiting:
@@ -356,8 +358,7 @@ class GradientHooks:
     # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        # The hook has a weak reference to this object only, because the garbage collector cannot follow references from
-        # C++.
+        # Hold only a weak reference to this object, because the garbage collector cannot follow references from C++.
         weak_hooks, ready, launch_points = weakref.ref(self), self._ready, self._launch_points
         device = None if self.pipeline is None else self.pipeline.device
 
@@ -388,11 +389,13 @@ class GradientHooks:
         """Begin a backward pass. Called when its first gradient is ready."""
         if self.closed or not self.begin_backward():
             return
-        if id(param) in self._number_of:  # False if `begin_backward` has replaced the parameters (`attach`)
+        if id(param) in self._number_of:
+            # The parameter is unknown if `begin_backward` has replaced the parameters by `attach`.
             points: Container[int] = EVERY
             self._n_processed = 0
             if self._passes_left is None and self._passes_left_of_all > 1:
-                points = ()  # the gradients are counted when the pass ends
+                # Process no gradient before the pass ends, because accumulated gradients are counted only then.
+                points = ()
             elif self._passes_left is None and not self._counts_each:
                 assert self.pipeline is not None
                 points = self.pipeline.begin_pass()
@@ -408,7 +411,7 @@ class GradientHooks:
         Under compiled autograd, the last gradient also ends the backward pass, because compiled autograd does not call
         `PassEnd`.
         """
-        with self._process_lock:  # lock, because autograd calls hooks in one thread for each device
+        with self._process_lock:  # Take the lock, because autograd calls hooks in one thread for each device.
             new, self._n_processed = self._ready[self._n_processed :], len(self._ready)
             if self._passes_left is None and self._passes_left_of_all > 1:
                 if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
@@ -453,7 +456,9 @@ class GradientHooks:
             return
         name, param = self.hooked[number]
         gradient = param.grad
-        if gradient is None:  # not computed, e.g. of a bias in a double backward, or set to None by a user's hook
+        if gradient is None:
+            # The gradient was not computed (for example of a bias in a double backward), or a user's hook has set it to
+            # None.
             if not self.undefined_are_zeros or number not in self._dense_index:
                 return
             param.grad = gradient = torch.zeros_like(param)
@@ -489,7 +494,7 @@ class GradientHooks:
         return bool(self.named)
 
     def _pass_on(self, ready: list[tuple[int, torch.Tensor, int]]) -> None:
-        """Give ready gradients to the pipeline, or to the sparse reductions if they are sparse."""
+        """Pass ready gradients on: dense ones to the pipeline, and sparse ones to the sparse reductions."""
         for number, gradient, version in ready:
             if (index := self._dense_index.get(number)) is None:
                 assert self._rows is not None
@@ -506,14 +511,14 @@ class GradientHooks:
         profile of the order of gradients. If they have not agreed yet, request a new profile.
         """
         if self.pipeline is not None and self.sparse.is_unagreed(name) and not self.pipeline.profiling:
-            self.pipeline.profile_again()  # the last iteration of the profile calls `KnownSparse.agree`
+            # `KnownSparse.agree` is called in the last iteration of a profile, so request a profile.
+            self.pipeline.profile_again()
         return self.sparse.to_wire_format(name)
 
     def _pass_on_incomplete(self) -> None:
         """Pass the ready gradients of incomplete groups to the reductions. A group is the user's list of parameters.
 
-        Also convert each sparse `.grad` that this iteration has not computed (an earlier one has) to the form in which
-        it is sent.
+        Also convert each sparse `.grad` that only an earlier iteration has computed to the form in which it is sent.
         """
         for waiting in self._waiting:
             self._pass_on(waiting)
@@ -547,7 +552,7 @@ class GradientHooks:
                 return
         self.reduce()
         if pipeline is not None and pipeline.problem:
-            self.finish()  # ends the iteration, and raises the error, on all ranks
+            self.finish()  # `finish` ends the failed iteration on all ranks, and raises the error.
 
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """Return whether all dense gradients of this iteration are reduced, and all sparse ones are ready."""
@@ -555,7 +560,9 @@ class GradientHooks:
         return rows.pending and done and not (rows.missing or self.state is IterationState.REDUCED)
 
     def reduce(self) -> None:
-        """Block until the ready gradients are reduced. Return early if another collective needs this rank.
+        """Block until the ready gradients are reduced.
+
+        Return early if other ranks wait for this rank in another collective.
 
         Raises:
             CommError: a reduction or the job has failed. The gradients are undefined.
@@ -576,7 +583,8 @@ class GradientHooks:
         """End a backward pass that has raised an error, in these hooks or anywhere else in the autograd graph."""
         self._ready.clear()
         self.fail()
-        for user in self.users:  # an optimizer drops the gradients of all its hooks together
+        for user in self.users:
+            # Fail all hooks of each optimizer, because an optimizer drops all its gradients together.
             user.fail()
 
     def fail(self) -> None:
@@ -594,10 +602,7 @@ class GradientHooks:
         self.failed_in = self._job.participants.n_begun
 
     def drop_failed(self) -> None:
-        """If a backward pass has raised, end the iteration and keep `.grad`; collective in this case.
-
-        Without effect if no pass has raised.
-        """
+        """If a backward pass has raised, end the iteration without changing `.grad`. Collective in this case."""
         if self.state is not IterationState.FAILED:
             return
         self.state, self.failed_in = IterationState.COLLECTING, None
@@ -643,8 +648,8 @@ class GradientHooks:
 
         Returns:
             Indices in `hooked` of this parameter and of the parameters whose gradients are reduced together with it.
-            Empty if another collective needs this rank before `step()`. In this case the gate must no longer block
-            access to any parameter.
+            Empty if other ranks wait for this rank in another collective before `step()`. In this case the gate must no
+            longer block access to any parameter.
 
         Raises:
             CommError: the reduction or the job has failed.
@@ -754,16 +759,18 @@ class GradientHooks:
             rows.end_iteration()
         if unfrozen:
             self._reduce_unfrozen(unfrozen)
-        if not self._compared_values:  # compare in the first iteration, before any parameter is updated
+        if not self._compared_values:
+            # Compare parameter values of ranks in the first iteration, before any parameter is updated.
             wanting = [item for item in self.named if item[1].requires_grad]
             self._compared_values = bool(wanting)
             warn_of_different_values(self._control, wanting)
         if joined:
             for param in [*(param for _, param in self.hooked), *unfrozen]:
-                param.grad = None  # because autograd would add later gradients of this rank to the reduced ones
+                # Clear `.grad`, because autograd would add later gradients of this rank to the reduced ones.
+                param.grad = None
         problem = "" if pipeline is None else pipeline.problem
         if found_sparse or unfrozen:
-            self.attach(self.named)  # makes hooks for the new set of dense, sparse and unfrozen parameters
+            self.attach(self.named)  # Make hooks for the new set of dense, sparse and unfrozen parameters.
         else:
             self._begin_iteration()
         return problem
@@ -848,7 +855,7 @@ class GradientHooks:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self, reason: str) -> None:
-        """Remove the hooks and end the pipeline. `reason` completes error messages. Not collective. Idempotent."""
+        """Remove the hooks and end the pipeline. Error messages contain `reason`. Not collective. Idempotent."""
         if not self.closed:
             self.closed = reason
             if self.gate is not None and (gate := self.gate()) is not None:
@@ -887,14 +894,16 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
-    """Return the operation for which this rank waits; None if it waits for none. Called by the watchdog's thread.
+    """Return the operation of these hooks for which this rank waits. None = it waits for none.
+
+    Called by the watchdog's thread.
 
     Raises:
         CommError: a transport has detected that the operation cannot complete.
     """
     if (hooks := this()) is None:
         return None
-    # Read each attribute once, because the training thread may replace it meanwhile.
+    # Read each attribute of the hooks once, because the training thread may replace it meanwhile.
     waiting, iteration, pipeline, tuning = hooks.progress.waiting, 0, hooks.pipeline, hooks.tuning
     since_s = None if waiting is None else waiting[1]
     if pipeline is not None and tuning is not None:

@@ -55,7 +55,7 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
     Raises:
         RuntimeError: the parameter is not a leaf, so that autograd computes no `.grad` for it.
     """
-    leaf: Any = param  # typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
+    leaf: Any = param  # Typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`.
     if (on_leaf := getattr(param, "on_leaf", None)) is not None:
         leaf, hook = on_leaf(hook)
     if not leaf.is_leaf:
@@ -72,7 +72,7 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
         hooks = leaf._post_accumulate_grad_hooks = OrderedDict()
     first = RemovableHandle(hooks)
     users = list(hooks.items())
-    hooks.clear()  # change this dictionary in place, because the handles of the user's hooks refer to it
+    hooks.clear()  # Change this dictionary in place, because the handles of the user's hooks refer to it.
     hooks.update([(first.id, guard.begin), *users])
     on_node = _NodeHook(leaf, guard)
 
@@ -92,8 +92,8 @@ class _NodeHook:
     def __init__(self, leaf: torch.Tensor, guard: _UpdateGuard) -> None:
         self._leaf, self._guard = leaf, guard
         self._register()
-        # Register a tensor hook that moves the hook of the node to a new node. A tensor hook is early enough: it runs
-        # before PyTorch reads the list of the node's hooks.
+        # Register a tensor hook that moves the node hook to a new node. A tensor hook runs before PyTorch reads the
+        # list of the node's hooks, so it is early enough.
         self._first: RemovableHandle = leaf.register_hook(self._move_to_current_node)  # type: ignore[no-untyped-call]  # torch's
 
     def remove(self) -> None:
@@ -105,7 +105,7 @@ class _NodeHook:
         self._kind = self._leaf.dtype, self._leaf.device
         self._node = get_gradient_edge(
             self._leaf
-        ).node  # keep a reference, because PyTorch otherwise frees the node with its hooks
+        ).node  # Keep a reference to the AccumulateGrad node, because otherwise PyTorch frees the node with its hooks.
         self._handle = self._node.register_hook(self._on_node)
 
     def _move_to_current_node(self, _: torch.Tensor) -> None:
@@ -114,8 +114,8 @@ class _NodeHook:
             self._register()
 
     def _on_node(self, _outputs: object, _inputs: object) -> None:
-        # Call the guard only if `begin` has run before. Otherwise no gradient was accumulated into `.grad`: the
-        # parameter is frozen, or distributed autograd has called this hook.
+        # If `begin` has not run, no gradient was accumulated into `.grad`: the parameter is frozen, or distributed
+        # autograd has called this hook.
         if self._guard.begun:
             self._guard(self._leaf)
 
@@ -127,7 +127,7 @@ def prepare_frozen(param: torch.Tensor) -> None:
     refers to the node may have a hook on it. Once the parameter is unfrozen, autograd's graph also refers to the node,
     so that the two cases are indistinguishable.
     """
-    leaf: Any = param  # typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
+    leaf: Any = param  # Typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`.
     if not hasattr(param, "on_leaf") and not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = _HooksInOrder()
 
@@ -149,7 +149,7 @@ def _count_references(leaf: torch.Tensor) -> int:
 def _references_without_user(kept: bool) -> int:
     """Return the reference count of an AccumulateGrad node that user code does not refer to.
 
-    It is measured, because it differs between PyTorch versions. `kept`: a graph refers to the node.
+    It is measured, because it differs between PyTorch versions. `kept` states whether a graph refers to the node.
     """
     with torch.enable_grad():
         leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
@@ -162,14 +162,14 @@ def _references_without_user(kept: bool) -> int:
 class _UpdateGuard:
     """Pair of hooks that run before and after the user's hooks on one parameter.
 
-    They detect a user's hook that updates the parameter, by its version counter.
+    By the parameter's version counter, they detect a user's hook that updates the parameter.
     """
 
-    _warned = False  # becomes True with the first warning in this process
+    _warned = False  # True once this process has warned of hooks that update parameters.
 
     def __init__(self, name: str, hook: Hook) -> None:
         self._name, self.hook = name, hook
-        self._version: int | None = None  # version counter of the parameter before the user's hooks
+        self._version: int | None = None  # Version counter of the parameter before the user's hooks run.
 
     @property
     def begun(self) -> bool:

@@ -56,8 +56,8 @@ class OptimizerGradients:
             MismatchError: the ranks' models differ. Raised on all ranks.
         """
         self._job, self._members, self._passes, self._options = job, members, passes, options
-        # For each `GradientHooks` in use, the value of `n_reduced` when this optimizer last called its `finish`. In the
-        # order in which this optimizer calls `finish`.
+        # For each `GradientHooks` in use, the value of `n_reduced` when this optimizer last called `finish` on it.
+        # Sorted in the order of these calls.
         self._seen: dict[GradientHooks, int] = {}
         self._claim(named)
 
@@ -73,7 +73,7 @@ class OptimizerGradients:
         self._seen = dict(sorted([*self._seen.items(), (reducer, seen)], key=lambda item: item[0].key[1]))
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Add `part` to this optimizer's hooks, because `part` has taken over some parameters of the hooks `of`."""
+        """Add `part` to the hooks that this optimizer uses. `part` has taken over some parameters of the hooks `of`."""
         self._use(part, self._seen[of])
 
     def _claim(self, named: Sequence[Named]) -> None:
@@ -82,7 +82,8 @@ class OptimizerGradients:
         assert members.control is not None
         job.participants.drain()
         if reducers_of(job):
-            gc.collect()  # frees deleted optimizers, which only the collector can free: they are in reference cycles
+            # Free deleted optimizers. Only the garbage collector can free them, because they are in reference cycles.
+            gc.collect()
         job.disposal.drain()
         members.control.reclaim()
         owners, in_flight = self._agree_on_owners(named)
@@ -91,8 +92,8 @@ class OptimizerGradients:
             lender = lenders[serial]
             if serial in in_flight:
                 lender.finish()
-                # Mark the hooks as shared already here. Otherwise the older optimizer's next call of `finish` would
-                # reduce the gradients of this iteration a second time.
+                # Mark the hooks as shared now. Otherwise the older optimizer's next call of `finish` would reduce the
+                # gradients of this iteration again.
                 lender.shared = True
             wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
             if len(wanted) < len(lender.named):
@@ -139,7 +140,8 @@ class OptimizerGradients:
             owner = owner_of.get(id(param))
             serials.append(owner.key[1] if owner is not None and owner.members is self._members else None)
             if owner is not None and (difference := self._difference(owner, param.dtype)):
-                # Use -1 for hooks of another process set, because serial numbers are unique within one set only.
+                # Report hooks of another process set as -1, because serial numbers are unique within one process set
+                # only.
                 serial = owner.key[1] if owner.members is self._members else -1
                 conflicts.setdefault(
                     serial,
@@ -150,7 +152,10 @@ class OptimizerGradients:
         return serials, conflicts, in_flight
 
     def _difference(self, owner: GradientHooks, dtype: torch.dtype) -> str:
-        """Describe an option that must not differ between `owner` and this optimizer, but does; "" if there is none."""
+        """Describe an option that differs between `owner` and this optimizer, although it must be equal.
+
+        "" if there is none.
+        """
         if owner.members is not self._members:
             return f"a process set of ranks {list(owner.members.ranks)} (here: {list(self._members.ranks)})"
         if owner.passes != self._passes:
@@ -285,7 +290,7 @@ def _agreed(by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> tu
     Raises:
         MismatchError: the ranks wrap different parameters of other optimizers.
     """
-    # If the ranks' models differ, continue, because the constructor of `GradientHooks` raises an error about this.
+    # If the ranks' models differ, continue, because the constructor of `GradientHooks` raises an error for this case.
     if len({len(serials) for serials in by_rank}) > 1:
         return [None] * len(names), set()
     by_param = [set(owners) for owners in zip(*by_rank, strict=True)]

@@ -97,7 +97,7 @@ class KnownSparse:
 
     @property
     def summaries(self) -> list[SparseSummary]:
-        """For each sparse gradient, a summary of the all-reduce algorithm that was chosen for it."""
+        """Summaries of the all-reduce algorithms that were chosen for the sparse gradients."""
         return [] if self.rows is None else self.rows.summaries
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class FirstProposal:
         knobs: communication setting to try.
         arm: name of the search method (arm) that found the setting in the earlier job, or computed it again for this
             job.
-        message: which earlier job the setting comes from, for the log.
+        message: text for the log that names the earlier job.
     """
 
     knobs: Knobs
@@ -97,7 +97,8 @@ def first_proposals(
             proposals.append(proposal)
     if model is None or not proposals:
         return proposals
-    return _promising(proposals, planned(next(iter(planners))), model)  # the first planner is usually the best one
+    # The first planner in the list is usually the best one.
+    return _promising(proposals, planned(next(iter(planners))), model)
 
 
 def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstProposal | None:
@@ -116,7 +117,7 @@ def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstP
 def _promising(
     proposals: Sequence[FirstProposal], rivals: Sequence[Knobs], model: PlanningModel
 ) -> list[FirstProposal]:
-    """Return the proposals that are predicted to be about as fast as the best one, and those without a prediction."""
+    """Return the proposals whose predicted time is close to the best one, and those without a prediction."""
     expected_s = [model.expected_s(proposal.knobs) for proposal in proposals]
     known_s = [span_s for span_s in [*expected_s, *(model.expected_s(knobs) for knobs in rivals)] if span_s is not None]
     doubt = max([INDIFFERENCE, *(link.residual for link in model.links.values())])
@@ -253,7 +254,8 @@ class TuningCache:
         self._asked: tuple[Sequence[GradientLayout], KnobSpace] | None = None
         self._own: JobRecord | None = None
         self._disproved: JobRecord | None = None
-        self._neighbours: list[Neighbour] | None = None  # similar jobs. None = the registry was not searched yet
+        # Records of similar jobs. None = the registry was not searched yet.
+        self._neighbours: list[Neighbour] | None = None
         self._found_by: dict[Knobs, str] = {}
         if settings.registry != REGISTRY_OFF:
             self._memory.guard(lambda: self._recorder.start(parameters), None)
@@ -280,9 +282,10 @@ class TuningCache:
     def _described(self) -> JobDescription | None:
         """Return the description of this job. None if no graph of the model was recorded.
 
-        The description is computed at the first call and not earlier, because networkx is needed, which loads slowly.
+        The first call computes the description, because this needs networkx, which loads slowly.
         """
-        asked, self._asked = self._asked, None  # cleared, so that a failing computation is not repeated
+        # Clear the request for a description of the job, so that a failing computation is not repeated.
+        asked, self._asked = self._asked, None
         if asked is not None:
             self._job = self._job_of(*asked)
         return self._job
@@ -372,7 +375,10 @@ class TuningCache:
         self._disproved = self._own
 
     def look_again(self) -> None:
-        """Make the next `first_proposals` search the registry for similar jobs again, as the network has changed."""
+        """Make the next `first_proposals` search the registry for similar jobs again.
+
+        Called if the network has changed.
+        """
         self._neighbours = None
 
     def first_proposals(
@@ -437,7 +443,7 @@ class TuningCache:
             kept = store.put(record, disproved=before)
             if kept and before is not None and before.complete and before.key == record.key:
                 # The new record replaces the earlier one. Keep the earlier setting in a second record, for the earlier
-                # condition of the network, because the network may change back.
+                # condition of the network, because that condition may return.
                 now = condition_of(before.default_span_s / record.default_span_s)
                 if now:
                     store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))
@@ -456,8 +462,8 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
     ) -> JobRecord:
         knobs = result.knobs
-        # If this run has confirmed the stored setting, the new record's number of trials includes those of earlier
-        # runs, because their search found the setting.
+        # If this run has confirmed the stored setting, add the number of trials of earlier runs, because their search
+        # found the setting.
         checked = own is not None and own.complete and own.knobs == knobs
         earlier = max(0, own.n_trials - len(own.trials)) if checked and own is not None else 0
         link = links.get(knobs.route)

@@ -28,15 +28,15 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Search(Generic[S]):
-    """Search for the fastest setting of one target.
+    """Search for the fastest setting of one target (part of the job with settings of its own).
 
     Attributes:
         target: part of the job that runs with the settings.
         session: object that decides on rank 0 which setting to try next; None if there is none or if it has failed.
         assignment: setting that runs now, and for how many iterations; None before the first decision.
         refines: True if the search is a refinement: it continues a search that has ended before.
-        iterations: iterations so far.
-        iterations_left: iterations until the next measurement ends.
+        iterations: number of iterations since the search began.
+        iterations_left: number of iterations until the next measurement of the running setting ends.
         spans_s: times measured with the running setting; the same on all ranks.
     """
 
@@ -50,7 +50,7 @@ class _Search(Generic[S]):
 
     @property
     def decided(self) -> Assignment[S]:
-        """The setting to run next, and for how many iterations. Used on rank 0 only."""
+        """The setting that the target must run next, and the number of iterations. Used on rank 0 only."""
         if self.session is not None:
             return self.session.assignment
         return Assignment(
@@ -62,15 +62,15 @@ class _Search(Generic[S]):
         )
 
     def start(self, assignment: Assignment[S]) -> None:
-        """Begin the measurements of an assignment, whose setting the target has begun to use."""
+        """Begin to measure `assignment`. The target must already use its setting."""
         self.assignment, self.spans_s = assignment, []
         self.iterations_left = assignment.discarded_iterations + self.target.iterations
 
     def own_value(self) -> float:
-        """Return this rank's measured time, as its contribution to the minimum over the ranks.
+        """Return this rank's measured time in the form in which ranks exchange it, as a minimum over ranks.
 
-        If the longest time of any rank counts, the time is negated, because the minimum of negated times is the negated
-        maximum. Minus infinity discards the measurement on all ranks.
+        If the longest time of any rank counts, this is the negated time, because the minimum of negated times is the
+        negated maximum. Minus infinity discards the measurement on all ranks.
         """
         span_s = self.target.measured_s()
         if math.isnan(span_s):
@@ -78,7 +78,7 @@ class _Search(Generic[S]):
         return -span_s if self.target.slowest else span_s
 
     def add_minimum(self, least: float) -> bool:
-        """Add the measurement that is the minimum of `own_value` over the ranks.
+        """Record a measurement of the running setting. `least` is the minimum of `own_value` over the ranks.
 
         Return whether the running setting has been measured often enough.
         """
@@ -92,7 +92,7 @@ class _Search(Generic[S]):
 
 @dataclass(slots=True, eq=False)
 class _Refinements(Generic[S]):
-    """Later refinements of a target whose search has ended.
+    """Plan of refinements (continued searches) of a target whose search has ended.
 
     Attributes:
         schedule: iterations in which refinements begin; the same on all ranks.
@@ -108,7 +108,7 @@ class _Refinements(Generic[S]):
 class TuningController:
     """Runs searches for the fastest settings of some targets (parts of the job), in step on all ranks.
 
-    After its search, a target is refined: at times that `RefinementSchedule` chooses, its session is resumed.
+    After its search, a target is refined: at times that `RefinementSchedule` chooses, the search continues.
 
     Attributes:
         failed: True if tuning code has raised an error on rank 0. Then tuning has ended, and training continues.
@@ -122,31 +122,31 @@ class TuningController:
             where: returns a description of the current iteration, for the log of a failure.
         """
         self._control, self._where = control, where
-        self._searches: list[_Search[Any]] = []  # typed with Any, because each target has its own type of setting
+        self._searches: list[_Search[Any]] = []  # Typed with Any, because each target has its own type of setting.
         self._refinements: dict[TunableTarget[Any], _Refinements[Any]] = {}
         self._logged_s = -math.inf
         self.failed = False
 
     @property
     def searching(self) -> bool:
-        """True while there is a search for any target."""
+        """True while a search for the fastest setting of any target is in progress."""
         return bool(self._searches)
 
     def tries(self, target: TunableTarget[S]) -> bool:
-        """Return whether there is a search for this target."""
+        """Return whether a search for the fastest setting of this target is in progress."""
         return any(search.target is target for search in self._searches)
 
     @property
     def agrees(self) -> bool:
-        """True if a measurement ends with this iteration, so that `iteration_ended` is collective."""
+        """True if the measurement of some setting ends with this iteration. `iteration_ended` is then collective."""
         return any(search.iterations_left <= 1 for search in self._searches)
 
     def begin(self, *targets: TunableTarget[Any], recalls: bool = True) -> None:
-        """Begin a search for each target. Collective, between iterations.
+        """Begin a search for the fastest setting of each target. Collective, between iterations.
 
         Args:
             targets: the targets.
-            recalls: True if the setting of an earlier job may be used, or checked, instead of a full search.
+            recalls: True if the stored setting of an earlier job may replace the search, after a check.
         """
         searches = [_Search(target) for target in targets]
         found = [False] * len(searches)
@@ -163,12 +163,12 @@ class TuningController:
         self._decide(searches)
 
     def refine(self, target: TunableTarget[S]) -> bool:
-        """Count an iteration in which nothing is tried, and continue the target's search if a refinement is due.
+        """Count an iteration without a search. If a refinement is due, continue the search of `target`.
 
         Collective if a refinement is due.
 
         Returns:
-            True if there is a search for the target now.
+            True if a search for the fastest setting of the target is in progress now.
         """
         refinements = self._refinements.get(target)
         if refinements is None or not refinements.schedule.add():
@@ -185,9 +185,9 @@ class TuningController:
         return self.tries(target)
 
     def release(self, target: TunableTarget[S]) -> TuningSession[S] | None:
-        """Remove the session (the record of trials) from a target's search, and return it on rank 0.
+        """Take the session (record of all trials) from a target's search. Return it on rank 0, else None.
 
-        If the search is still in progress, it ends without the session, as soon as the current setting is measured.
+        A search in progress then ends without a session, once the running setting is measured.
         """
         session = None
         if (refinements := self._refinements.get(target)) is not None:
@@ -198,12 +198,14 @@ class TuningController:
         return session
 
     def abandon(self, target: TunableTarget[S]) -> None:
-        """End the search of a target without a result, and its refinements. Call on all ranks."""
+        """End the search and all refinements of a target, without a result. Call on all ranks."""
         self._refinements.pop(target, None)
         self._searches = [search for search in self._searches if search.target is not target]
 
     def iteration_ended(self) -> None:
-        """Count an iteration, and end the measurements that are complete with it. Collective if `agrees` is True.
+        """Count an iteration of all searches, and end the measurements that it completes.
+
+        Collective if `agrees` is True.
 
         Do not call it after iterations that were slower for another reason than the setting, such as profiling.
         """
@@ -222,11 +224,14 @@ class TuningController:
         self._decide(ended)
 
     def attempt(self, action: Callable[[], _T]) -> _T | None:
-        """Run tuning code on rank 0. If it raises an error, log it, end tuning (not training), and return None."""
+        """Call `action`, a part of the tuner, on rank 0.
+
+        If it raises, log the error, end tuning (not training), and return None.
+        """
         return self._guarded(None, action)
 
     def _decide(self, searches: Sequence[_Search[Any]]) -> None:
-        """Let rank 0 decide the next setting of each of these searches, and use it on all ranks. Collective.
+        """Choose the next setting of each search on rank 0, and use it on all ranks. Collective.
 
         Raises:
             PlanError: not even the default setting can be run.
@@ -246,13 +251,15 @@ class TuningController:
             searches = again
 
     def _begin_search(self, search: _Search[Any]) -> None:
-        """Run the measurements on which the search depends, and begin its session on rank 0. Collective."""
+        """Measure what the search depends on (such as the network), and begin its session on rank 0. Collective."""
         search.target.prepare()
         if self._control.rank == 0:
             search.session = self._guarded(search, partial(search.target.search, search.session))
 
     def _apply(self, search: _Search[Any], now: Assignment[Any]) -> bool:
-        """Use the setting of an assignment from now on. If it is the result of the search, end the search. Collective.
+        """Run the setting of assignment `now` from now on. If it is the result of the search, end the search.
+
+        Collective.
 
         Returns:
             False if the setting cannot be run on some rank.
@@ -260,9 +267,9 @@ class TuningController:
         target = search.target
         try:
             target.apply(now.knobs)
-        except (PlanError, TransportError) as err:  # raised on all ranks
+        except (PlanError, TransportError) as err:  # All ranks raise this error together, so all of them return False.
             if now.knobs == target.default and now.purpose is Purpose.KEPT:
-                raise  # end the job, because there is no other setting to fall back to
+                raise  # End the job if the default cannot be run, because there is no other setting to fall back to.
             logger.info("the tuner discards the setting %s, which cannot be run: %s", now.knobs.describe(), err)
             self._record(search, [math.inf])
             return False
@@ -291,7 +298,7 @@ class TuningController:
         if self._control.rank != 0:
             return
         if session is None or session.done:
-            if math.inf in spans_s:  # the kept setting cannot be run any more, so forget it
+            if math.inf in spans_s:  # The kept setting cannot be run any more, so forget it.
                 search.session = target.stays = None
             return
         self._guarded(search, partial(target.record, session, spans_s))
@@ -308,7 +315,10 @@ class TuningController:
             log_progress(logger, progress)
 
     def _guarded(self, search: _Search[Any] | None, action: Callable[[], _T]) -> _T | None:
-        """Run tuning code on rank 0. If it raises an error, log it, and end the search and tuning, but not training."""
+        """Call `action`, a part of the tuner, on rank 0.
+
+        If it raises, log the error and end all tuning, but not training.
+        """
         try:
             return action()
         except Exception as err:

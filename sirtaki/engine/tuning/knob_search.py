@@ -52,10 +52,8 @@ RETUNE_SEARCH_ITERATIONS = 12
 setting that ran before."""
 
 MEASURED, MEASURED_IN_RETUNE = 2, 1
-"""Measured iterations of each setting tried: in the first search, and in a search after communication time changed.
-
-The latter needs one only, because it looks for a large gain.
-"""
+"""Number of measured iterations of each setting: in the first search, and in a search after communication time changed.
+The later search needs only one, because it looks for a large gain."""
 
 EARLIER_SETTINGS = 2
 """Number of settings, chosen earlier in this job, that are tried again after a change of communication time."""
@@ -101,7 +99,7 @@ class KnobSearch:
         self._settings, self._cache, self.default = settings, cache, default
         self._discarded_iterations = discarded_iterations
         self._arms, self._presumed, self._saturates, self._where = arms, presumed, saturates, where
-        self._bandit: BanditArm | None = None  # None until a search begins
+        self._bandit: BanditArm | None = None  # Bandit that chooses the search method. None until a search begins.
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
         self._layouts: Sequence[GradientLayout] = ()
@@ -109,10 +107,10 @@ class KnobSearch:
         self.stays: Knobs | None = None
         self.reason = ""
         self._usual_default_s = math.nan
-        self._earlier: list[Knobs] = []  # settings that this job chose before `stays`, the newest first
+        self._earlier: list[Knobs] = []  # Results of earlier searches of this job, the newest first.
         self.retuning = False
         self.given: Knobs | None = None
-        self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
+        self._suggested: list[Knobs] = []  # Settings to try first, found before a restart of an elastic job.
         self.times = StepTimer()
         self._log = TrialLogWriter(settings.trial_log)
 
@@ -124,7 +122,9 @@ class KnobSearch:
         *,
         place: Sequence[int] = (),
     ) -> TuningSession | None:
-        """Return a session (a search in progress) that checks the setting of an earlier job. None if there is none.
+        """Return a session (a search in progress) that checks the setting of an earlier job.
+
+        None if no setting is stored.
 
         If the registry has no setting of an earlier job, use tuning results from before a restart of this elastic job.
         If these results are final and the ranks are on the same hosts as then, set `stays` to the tuned setting, and
@@ -206,7 +206,8 @@ class KnobSearch:
             space: settings that may be chosen.
         """
 
-        def make_arm() -> BanditArm:  # called if the session has only checked an earlier job's setting
+        # Called only if the session has checked an earlier job's setting without a search of its own.
+        def make_arm() -> BanditArm:
             self._bandit = self._make_bandit(space, space)
             return self._bandit
 
@@ -320,7 +321,9 @@ class KnobSearch:
         self.times.pause()
 
     def _update_pace(self) -> None:
-        """Replace the durations of the cost model, which are those of the slow first steps, by those of usual steps."""
+        """Update the durations of a step in the cost model: replace those of the slow first steps by those of usual
+        steps.
+        """
         if self.model is None:
             return
         if self.times.usual is not None:
@@ -345,7 +348,7 @@ class KnobSearch:
         """Store the result of a session (a search that has ended) in the registry, and log it."""
         result = session.result
         if session.resumed:
-            # Store the trials also if the setting stays, so that the next job does not try these settings again.
+            # Store the trials even if no setting was faster, so that the next job does not try these settings again.
             stored = self._keep_condition(session) if self.retuning else self._keep(session)
             if result.knobs == self.stays:
                 return
@@ -363,7 +366,7 @@ class KnobSearch:
                 link = self._links.get(result.knobs.route)
                 text += f"; {describe_overhead(result.knobs, self._layouts, link)}"
         logger.info("%s", f"{text}; {stored}" if stored else text)
-        self._update_pace()  # also writes the cost model to the trial log, where `sirtaki plan` reads the cost model
+        self._update_pace()  # This also writes the cost model to the trial log, where `sirtaki plan` reads it.
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
         if watchers.watching:
             event = Decision(

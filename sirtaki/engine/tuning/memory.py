@@ -13,7 +13,8 @@ from sirtaki.registry.schema import Key, StoredSetting
 from sirtaki.registry.warm_start import JobDescription, Neighbour, neighbours
 
 if TYPE_CHECKING:
-    from sirtaki.registry.store import Store  # imports SQLAlchemy, which takes a quarter of a second
+    # Import late, because the module imports SQLAlchemy, which takes a quarter of a second.
+    from sirtaki.registry.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class SettingsMemory:
             store = self._open()
             self.name = store.name
         except Exception:
-            self._off = True  # do not try again, because each attempt could wait for a server or a lock
+            self._off = True  # Do not try again, because each attempt could wait for a server or a lock.
             raise
         try:
             return action(store)

@@ -39,29 +39,24 @@ Used if times cannot be predicted.
 """
 
 COUNTS = (4, 6, 8, 12, 16, 24)
-"""Approximate numbers of units (buckets) into which gradients are cut in the settings that are considered.
-
-Their iteration times are predicted, and those with short times are tried.
-"""
+"""Approximate numbers of units (buckets) of the settings that are considered. Their iteration times are predicted, and
+those with short times are tried."""
 
 MOST_EXPECTED = 4
-"""Maximum number of settings to try because their predicted iteration time is short."""
+"""Maximum number of settings that are tried for their short predicted iteration time."""
 
 NEAR, NOT_FAR = 1.02, 1.1
-"""Tolerances on predicted iteration times, as factors on the shortest one, in the choice of settings to try.
+"""Limits for the choice of settings to try, as multiples of the shortest predicted iteration time.
 
 For each number of streams, the setting with the fewest units (buckets) whose time is within `NEAR` is chosen. Of these
-settings, those whose times are within `NOT_FAR` are tried.
-"""
+settings, those whose times are within `NOT_FAR` are tried."""
 
 WORTHWHILE = 0.01
 """Minimum gain for which deferred updates are used, as a fraction of the iteration time."""
 
 SKIPPED, TIMED = 1, 2
-"""Numbers of untimed and of timed iterations in one measurement of a setting. The untimed iterations come first.
-
-One more iteration follows, in which the update is made in `step()` and the ranks agree on the measured time.
-"""
+"""Numbers of iterations in one measurement of a setting: first untimed, then timed. In one more iteration, the update
+is made in `step()`, and the ranks agree on the measured time."""
 
 BUDGET = 60
 """Maximum number of measurements in a search for deferred updates. Discarded measurements count, too."""
@@ -192,7 +187,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
 
 
 class Deferrable(Protocol):
-    """The part of `PipelineTarget` that `ForwardOverlap` uses."""
+    """Interface to a gradient pipeline for `ForwardOverlap`, implemented by `PipelineTarget`."""
 
     controller: TuningController
     synchroniser: GradientPipeline
@@ -213,7 +208,7 @@ class Deferrable(Protocol):
         ...
 
     def keep_overlap(self) -> None:
-        """Handle the end of the search for deferred updates. Collective."""
+        """Free what only the search for deferred updates has used. Collective."""
         ...
 
 
@@ -238,7 +233,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
         self.default = OverlapChoice(pipeline.knobs, is_deferred=False)
-        self._kept: OverlapChoice | None = None  # result of the last completed search
+        self._kept: OverlapChoice | None = None  # Choice of the last completed search for deferred updates.
         self._now = self.default
         self._pace: IterationPace | None = None
         self._ends_s: deque[float] = deque(maxlen=TIMED + 2)
@@ -283,7 +278,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     def iteration_ended(
         self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
-        """Count an iteration in which the pipeline was neither tuned nor profiled.
+        """Count an iteration in which the gradient pipeline was neither tuned nor profiled, and advance the search.
 
         Collective in the last iteration of the preparation (`PREPARING`).
 
@@ -318,7 +313,8 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         count = synchroniser.n_params
         own = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
-            own[:count] = count  # default position, so that parameters that are never read come last
+            # Default position of a parameter in the order of reads, so that parameters that are never read come last.
+            own[:count] = count
             own[list(self.reads)] = np.arange(len(self.reads))
             stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
             own[count:-3] = stretch * np.array(profiled.ready_s)

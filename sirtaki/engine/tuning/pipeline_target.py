@@ -66,7 +66,7 @@ from .target import TunableTarget
 logger = logging.getLogger(__name__)
 
 NAN_EVERY = 10
-"""Interval, in iterations, at which an averaged gradient is checked for NaN. A longer interval than 1 is sufficient,
+"""Interval, in iterations, at which an averaged gradient is checked for NaN. Not every iteration need be checked,
 because NaN in parameters stays."""
 
 MEASURED_LOSS = 20
@@ -205,22 +205,23 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._control = control = control.scope()
         self._stragglers = stragglers
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
-        self._carried = carried  # results from before restarts; None if the job is not elastic
+        self._carried = carried  # Tuning results from before restarts. None if the job is not elastic.
         self._key = "" if carried is None else key_of(names, params)
-        self._kept: Knobs | None = None  # result of the last search since the last restart of an elastic job
+        # Setting that the last search since the last restart of an elastic job has kept.
+        self._kept: Knobs | None = None
         self.router = open_router(control, settings, params)
         self.router.compresses = reduction.compression is not None
         total_bytes = sum(param.numel() * reduction.wire_dtype_for(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)
         if isinstance(reduction.compression, PowerSgd) and settings.unit_bytes is None:
-            # Try large units (buckets) only, because PowerSGD compresses whole matrices better, and needs two
-            # all-reduces for each unit.
+            # Try large units (buckets) only. PowerSGD compresses whole matrices better, and needs two all-reduces for
+            # each unit.
             low, high = space.unit_bytes
             space = replace(space, unit_bytes=(max(low, high // 4), high))
         self._allowed = allowed_compressors(control, settings, reduction, space, params)
         self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
-        self._loss_iterations = 0  # iterations until the precision lost by compression is logged
+        self._loss_iterations = 0  # Number of further iterations until the precision lost by compression is logged.
         space = replace(space, lossy=self._allowed)
         # All settings, including routes that are never tried in a search. They are used if shared memory is exhausted.
         self._possible = space
@@ -239,8 +240,8 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.knobs = self.default
         self._total_bytes, self._reported_s = total_bytes, math.nan
         self._arms = arms
-        # Do not read averaged gradients (to check for NaN) if updates are deferred, because reading `.grad` would wait
-        # for the updates, nor on a GPU, because reading an element would block the host.
+        # Read averaged gradients (to check for NaN) only on the CPU and without deferred updates. On a GPU, reading an
+        # element would block the host. With deferred updates, reading `.grad` would wait for the updates.
         reads_gradients = control.rank == 0 and bool(params) and params[-1].device.type == "cpu" and not overlaps
         self._warns_of_nan = reads_gradients and not settings.check_nan
         self.tuning = settings.tunes
@@ -250,11 +251,13 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.controller = TuningController(control, where=self._sync.where)
         self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
-        self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # measurements of the last iteration
-        self._promising: Sequence[Route] = ()  # routes that were fast in the measurements before the first search
-        self._changed: Sequence[Route] = ()  # routes to be measured again after a change of communication time
+        self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # Measured times of the last iteration.
+        # Routes that were fast when the network was measured before the first search.
+        self._promising: Sequence[Route] = ()
+        # Routes whose times must be measured again after a change of communication time.
+        self._changed: Sequence[Route] = ()
         self._measured: Measured | None = None
-        self._search: KnobSearch | None = None  # set on rank 0 only
+        self._search: KnobSearch | None = None  # Search for the fastest setting. None on ranks other than 0.
         self._drift: DriftWatch | None = None
         if self.tuning:
             if control.size > 1 and self.space.has_choices:
@@ -288,7 +291,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             )
 
     def _intention(self, settings: Settings) -> str:
-        """Return the part of the first log line that describes the first setting, and whether the job is tuned."""
+        """Return text for the log at the start: the first setting, and whether the job is tuned."""
         if not self.tuning:
             no_log = NO_LOG if settings.trial_log else ""
             return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
@@ -361,10 +364,10 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self._after_tuning(report, joined=joined)
 
     def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
-        """Handle the end of an iteration while no setting is searched. Collective.
+        """Handle the end of an iteration without a search for settings. Collective.
 
-        Watch for a lasting change of the communication time. If it begins no new search, measure the error that
-        compression causes, or else prepare deferred updates.
+        Detect a lasting change of the communication time, which begins a new search. Without a change, measure the
+        error of compression, or prepare deferred updates.
         """
         frozen = self._freeze_after is not None and self._sync.iteration >= self._freeze_after
         if self._drift is not None and not frozen:
@@ -454,7 +457,9 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Update the list of unit classes (kinds of gradients in a bucket), each with its own compressor. Collective.
+        """Update the classes of units (kinds of gradients in a bucket). The tuner chooses a compressor for each class.
+
+        Collective.
 
         If `first`, also detect which parameters are embeddings, from their gradients.
         """
@@ -494,7 +499,7 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def stays(self) -> Knobs | None:
-        """Setting to run while no setting is tried. None = the untuned default. Set on rank 0 only."""
+        """Setting to run while the tuner tries none. None = the untuned default. Set on rank 0 only."""
         return None if self._search is None else self._search.stays
 
     @stays.setter
@@ -538,7 +543,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         assert search is not None
         assert found is not None
         assert report is not None
-        # The last item is the time at which the control flags become ready.
+        # Times at which gradients become ready. The last item is the time at which the control flags become ready.
         ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]
 
         def make_model() -> PlanningModel | None:
@@ -637,7 +642,8 @@ class PipelineTarget(TunableTarget[Knobs]):
         """
         if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
-                self.overlap.begin()  # stops deferring first, because a search needs all ranks at the same point
+                # Stop deferring updates first, because a search needs all ranks at the same point.
+                self.overlap.begin()
             else:
                 self._retune(drift)
             return
@@ -683,7 +689,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._control.release(self.router.close)
 
     def _left_behind(self) -> Carried:
-        """Return the kept setting and the trials of the last search, to use after a restart of an elastic job."""
+        """Return the result and the trials of the last search, which an elastic job uses again after a restart."""
         session = self.controller.release(self)
         found = None if session is None else session.result
         knobs = self._kept or (self.knobs if found is None else found.knobs)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Tuning result of an elastic job, for one set of parameters, which is used again after a restart.
+    """Tuning result for one set of parameters of an elastic job. The job uses it again after a restart.
 
     Attributes:
         knobs: communication setting that ran last. If the warm-up was cut short, its best setting.
@@ -108,8 +108,8 @@ DEFAULT_STREAMS_ONE_NODE = 1
 DEFAULT_STREAMS = 4
 """Default number of streams (parallel connections) between nodes.
 
-Some networks limit the bandwidth of one connection. Four use the whole bandwidth of most networks at little cost.
-"""
+Some networks limit the bandwidth of one connection. Four connections use the whole bandwidth of most networks, at
+little cost."""
 
 STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 MOST_UNITS = 4096
@@ -221,7 +221,7 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
 def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
     """Return a key that is equal for settings with equal traffic, so that only one of these settings is measured.
 
-    Equal traffic means: the same units (buckets) in the same order on the same number of streams.
+    Traffic is equal if the same units (buckets) are sent in the same order on the same number of streams.
 
     Raises:
         PlanError: `knobs` do not fit the layouts.
@@ -370,7 +370,7 @@ class GivenPlan:
 
 
 def _described(sizes: Sequence[Sequence[int]]) -> str:
-    # Subtract one, because `sizes` contains the control flags as if they were a gradient.
+    # Do not count the control flags, which `sizes` contains as if they were a gradient.
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
 
 
@@ -491,25 +491,23 @@ STREAM_BYTES = MIB
 """Bytes that each stream all-reduces in one pass of a probe (network measurement), if the time budget allows it."""
 
 PASSES = 2
-"""Number of passes of a probe (network measurement) that are timed together. An untimed pass runs before them."""
+"""Number of passes of a probe (network measurement) that are timed as one. An untimed pass runs before them."""
 
 SMALL_BYTES, LEAST_LARGE_BYTES = 64 * KIB, 128 * KIB
-"""Largest all-reduce of a small probe (network measurement), and smallest of a large one.
+"""Largest all-reduce, in bytes, of a small probe (network measurement), and smallest all-reduce of a large probe.
 
-The start-up time α of an all-reduce is fitted from the times of both.
-"""
+The start-up time α of an all-reduce is fitted from the times of both."""
 
 SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
-"""Sizes of two single all-reduces, from whose times the durations of probes (network measurements) are predicted."""
+"""Sizes in bytes of two single all-reduces. Their times predict the durations of probes (network measurements)."""
 
 GOES_ON = 0.5
-"""Exponent of the expected growth of bandwidth with the number of streams, relative to the growth measured so far.
+"""Exponent of the expected growth of bandwidth when streams are added, relative to the measured growth so far.
 
-If bandwidth grew linearly so far, it is expected to grow with the square root.
-"""
+With 0.5, a bandwidth that has grown linearly is expected to grow with the square root of the number of streams."""
 
 LEAST_SHARE = 0.25
-"""Minimum fraction of an all-reduce's time that is assumed to be transmission, not start-up time."""
+"""Minimum fraction of an all-reduce's time that counts as transmission. The rest may be start-up time."""
 
 OTHERS = 3
 """Number of optional probes (network measurements) for which each probe must leave time in the time budget."""
@@ -538,7 +536,7 @@ class ProbeBudget:
         """Create the budget from `soundings_s`: the seconds of one all-reduce of each size in `SOUNDING_BYTES`."""
         self._alpha_s, sounded_s = soundings_s
         self._sounded = self._rate(SOUNDING_BYTES[1], sounded_s)
-        self._probed: dict[int, float] = {}  # measured bytes per second, by number of streams
+        self._probed: dict[int, float] = {}  # For each number of streams, the measured bytes per second.
 
     def learn(self, *, streams: int, unit_bytes: int, round_s: float) -> None:
         """Record the measured duration `round_s` of one round: one all-reduce of `unit_bytes` on each stream."""
@@ -633,7 +631,7 @@ class ThreadProbe:
     undisturbed_s: tuple[float, ...]
 
 
-@outside_modes  # hides these matrix products from a TorchDispatchMode of the user
+@outside_modes  # Hide the matrix products of the measurement from a TorchDispatchMode of the user.
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
     """Time all-reduces with each possible number of GPU threads, and with NCCL's own choice, on one stream. Collective.
 
@@ -651,7 +649,7 @@ def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[T
             plan = _one_unit(route, unit_bytes, threads)
             router.open_plan(plan)
             rounds = [_round(control, router, plan, buffer, matrix, product) for _ in range(REPETITIONS + 1)][1:]
-            worst = control.maximum(np.array(rounds))  # (REPETITIONS, 4)
+            worst = control.maximum(np.array(rounds))  # Times of the slowest rank, `(REPETITIONS, 4)`.
             alone_s, beside_s, compute_s, undisturbed_s = map(tuple, worst.T.tolist())
             probes.append(
                 ThreadProbe(
@@ -694,7 +692,7 @@ def _round(
     computed = device.record_event(timed=True)
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
-    # Queue so many consecutive all-reduces that they last as long as the computation on every rank.
+    # Launch so many consecutive all-reduces that they last as long as the computation on every rank.
     wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
@@ -830,7 +828,7 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
             plan = _one_unit(route, size, None, way)
             try:
                 router.open_plan(plan)
-            except PlanError as err:  # This error is raised on all ranks, so all skip the same measurement.
+            except PlanError as err:  # This error is raised on all ranks, so all of them skip the same measurement.
                 logger.info("the tuner does not measure an NCCL algorithm that cannot run: %s", err)
                 break
             own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
@@ -890,13 +888,14 @@ def probe_routes(
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
     needed_after = NEEDED_FIRST + NEEDED * (len(routes) - 1)
-    fastest = 0.0  # bytes per second of the fastest route so far
+    fastest = 0.0  # Measured bytes per second of the fastest route so far.
     begin_s = time.perf_counter()
     for route in routes:
         shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
         try:
             soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
-        except (PlanError, TransportError) as err:  # raised on all ranks
+        except (PlanError, TransportError) as err:
+            # All ranks raise this error together, so all of them skip the route.
             logger.info(
                 "latency and bandwidth of all-reduces by the transport %s and the algorithm %s cannot be measured; "
                 "tuning continues without these numbers: %s",
@@ -909,7 +908,7 @@ def probe_routes(
         small_s, large_s, spent_s = control.maximum(np.array(measured_s)).tolist()
         budget = ProbeBudget((small_s, large_s))
         seen: set[tuple[int, int]] = set()
-        carried = 0.0  # bytes per second of this route so far
+        carried = 0.0  # Measured bytes per second of this route so far.
         most = min(max_streams, router.max_streams([route]))
         for number, (unit_bytes, streams) in enumerate(shapes):
             if number >= needed and control.one_node and TOO_SLOW * carried < fastest:
@@ -923,7 +922,8 @@ def probe_routes(
             plan = _probe_plan(route, size, streams)
             try:
                 router.open_plan(plan)
-            except (PlanError, TransportError) as err:  # raised on all ranks
+            except (PlanError, TransportError) as err:
+                # All ranks raise this error together, so all of them end the measurement of the route.
                 logger.info(
                     "all-reduces on %d streams (parallel connections) cannot be measured; tuning continues without "
                     "this measurement: %s",
@@ -957,7 +957,7 @@ def probe_routes(
 
 
 def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
-    """Return `space` without settings that are very slow by network measurements (probes), so that trials are costly.
+    """Return `space` without settings that were very slow in network measurements (probes), because trials cost time.
 
     Routes (transports and algorithms) slower than `TOO_SLOW` allows are removed, and numbers of streams with less than
     half the best bandwidth of the default's route. The default itself is never removed.
@@ -1046,7 +1046,8 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
 
     Routes whose times fit no model are logged and left out.
     """
-    from sirtaki.autotune.model.fits import fit_link  # late, because scipy is imported, which only rank 0 needs
+    # Import late, because the module imports scipy, which only rank 0 needs.
+    from sirtaki.autotune.model.fits import fit_link
 
     links: dict[Route, LinkModel] = {}
     unfit: list[str] = []
@@ -1172,7 +1173,8 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
                 {} if control.one_node else probe_ways(control, router, space.routes[0], largest_bytes=largest_bytes)
             )
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
-    except (PlanError, TransportError, TuningError) as err:  # raised on all ranks, as plans and times are equal
+    except (PlanError, TransportError, TuningError) as err:
+        # All ranks raise this error together, because plans and times are equal.
         logger.warning(
             "latency and bandwidth of the network could not be measured; tuning continues with fewer search "
             "methods: %s",

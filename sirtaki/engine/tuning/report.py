@@ -17,11 +17,11 @@ from sirtaki.measures import LinkModel, counted, faster, in_ms
 from .trial_log import StepTime
 
 WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
-"""Step times for searches that measure whole steps: no backward or forward time must be added to a measured time."""
+"""Durations of step parts for searches that measure whole steps: nothing must be added to a measured time."""
 
 
 def tuning_ahead(settings: Settings, *, discarded_iterations: int = 1) -> str:
-    """Return a clause for a log line: what tuning will do, in how many steps, and how to disable it."""
+    """Return a clause for a log line that announces tuning: what it does, in how many steps, and how to disable it."""
     budget = settings.warmup_iterations
     return (
         f"Sirtaki tries more settings in the first {counted(budget, 'step')}, and keeps one if at most "
@@ -201,7 +201,10 @@ def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
 
 
 def describe_steps(result: SessionResult[Any], setting: str) -> str:
-    """Describe the result of a search that has measured step times, in one line; `setting` is the kept one, as text."""
+    """Describe the result of a search that has measured step times, in one line.
+
+    `setting` is the kept setting, as text.
+    """
     found = "the default stays"
     if result.gain is not None:
         before, after = in_ms(result.default_span_s), in_ms(result.best_span_s)

@@ -19,9 +19,9 @@ class TunableTarget(ABC, Generic[S]):
 
     Attributes:
         default: setting without tuning; the same on all ranks.
-        stays: setting to run while nothing is tried, on rank 0; None = the default.
-        slowest: True if a measurement is the longest time of any rank. False if it is the shortest: the time of the
-            rank that begins communication last, and so does not wait for other ranks.
+        stays: setting to run while the controller tries none, on rank 0. None = the default.
+        slowest: True if a measurement is the longest time of any rank. False if it is the shortest time. That is the
+            time of the rank that begins communication last, and so waits for no other rank.
         iterations: number of iterations of one measurement. Ranks exchange their times only after the last iteration.
         refine_until: number of iterations after the first search in which the setting is refined; 0 = none. Equal on
             all ranks.
@@ -37,7 +37,7 @@ class TunableTarget(ABC, Generic[S]):
         """Return a session (a search in progress) that checks an earlier job's setting; None without such a setting."""
         return None
 
-    def prepare(self) -> None:  # most targets have nothing to measure
+    def prepare(self) -> None:  # Do nothing by default, because most targets have nothing to measure.
         """Measure what a search for settings needs, such as the bandwidth of connections. Collective."""
 
     @abstractmethod

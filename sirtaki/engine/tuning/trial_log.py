@@ -79,7 +79,7 @@ class StepTimer:
             self._warm.append(StepTime(backward_s=report.backward_s, between_s=between_s))
 
     def pause(self) -> None:
-        """Skip the measurement of the step that ends next, because its time contains work of the tuner."""
+        """Do not measure the step in progress, because its time contains work of the tuner."""
         self._finished_s = math.nan
 
     @property
@@ -107,7 +107,7 @@ VERSION = 2
 
 @functools.cache
 def _process() -> str:
-    """Return a random id of this process."""
+    """Return a random id that identifies this process in the trial log."""
     return uuid.uuid4().hex[:8]
 
 
@@ -124,7 +124,8 @@ class TrialLogWriter:
 
     def __init__(self, path: str | None) -> None:
         self._file: IO[str] | None = None
-        self._tuner = uuid.uuid4().hex[:8]  # identifies the writer, as several optimizers may append to one file
+        # Id of this writer in each line, because several optimizers may append to one file.
+        self._tuner = uuid.uuid4().hex[:8]
         if path is not None:
             try:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
@@ -212,7 +213,7 @@ class TrialLogWriter:
             whose = {"version": VERSION, "tuner": self._tuner, "process": _process()}
             self._file.write(json.dumps({**whose, **record}) + "\n")
             self._file.flush()
-        # TypeError is raised for values that JSON does not support, which a user's search method may use.
+        # json raises TypeError for values that it does not support. A user's search method may use such values.
         except (OSError, ValueError, TypeError) as err:
             logger.warning(
                 "the trial log %s cannot be written, usually because the disk is full (%s); training continues, but "
@@ -226,7 +227,8 @@ class TrialLogWriter:
         """Close the file of the trial log. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # `close` retries a failed write, and may fail again
+            with contextlib.suppress(OSError):
+                # `close` retries a failed write of buffered lines, which may fail again.
                 file.close()
 
 
@@ -451,7 +453,7 @@ def _add_to_job(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
 
 
 def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
-    """Return whether a line of a trial log in format version 1 begins the job after that of `log`.
+    """Return whether a line of a trial log (format version 1) belongs to the job after that of `log`.
 
     A job ends with its result. If a job was cut short, the next one begins with a smaller iteration number.
     """

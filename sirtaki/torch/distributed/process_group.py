@@ -133,7 +133,8 @@ class GroupLanes:
         self._ranks, self._settings, self._timeout = ranks, settings, timeout
         self._pipeline: UnitPipeline | None = None
         self._error: CommError | None = None
-        self._backlog: deque[TensorReduction] = deque()  # reductions submitted before the lanes (connections) are open
+        # Reductions that were submitted before the lanes (connections) are open.
+        self._backlog: deque[TensorReduction] = deque()
         self._lock = free_in_forked_children(threading.Lock())
         self._business = threading.Event()
         self._closing = False
@@ -224,12 +225,13 @@ class GroupLanes:
         try:
             with self._limited_opening():
                 pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=NEVER_S)
-        except Exception as err:  # any error, because callers that wait for operations must get it
+        except Exception as err:
+            # Catch every error of the thread, because callers that wait for operations must get it.
             self._fail(err if isinstance(err, CommError) else CommError(f"cannot open streams of a group: {err}"))
             return
         with self._lock:
             self._pipeline = pipeline
-            with suppress(CommError):  # suppressed here: `finish` raises the error for the callers that wait
+            with suppress(CommError):  # Ignore the error here. `finish` raises it for the callers that wait.
                 while self._backlog:
                     pipeline.submit(self._backlog.popleft())
         pipeline.drain()
@@ -254,9 +256,11 @@ class GroupLanes:
                     gather.start(lanes)
                 else:
                     return
-        except Exception as err:  # any error, because callers that wait for operations must get it
+        except Exception as err:
+            # Catch every error of the thread, because callers that wait for operations must get it.
             error = err if isinstance(err, CommError) else CommError(f"this process group cannot gather: {err!r}")
-            error = self._ranks.failures.error or error  # raise the error that broke the connections, if there is one
+            # Report the error that broke the connections, if there is one, because it is the cause.
+            error = self._ranks.failures.error or error
             self._fail(error)
             for gather in under_way:
                 gather.finish(error)
@@ -337,7 +341,7 @@ class GroupLanes:
             self._shards.close()
 
     def _take_leave(self) -> None:
-        with suppress(CommError):  # the group has failed before, and all ranks know the error
+        with suppress(CommError):  # Ignore the error. The group has failed before, and all ranks know why.
             if not leave_together(self._ranks.duplicate(), LEAVE_S):
                 self._ranks.abort(f"rank {self._ranks.rank} has destroyed the process group while other ranks use it")
 
@@ -371,7 +375,7 @@ class ReduceRecipe:
     @classmethod
     def of(cls, op: TorchOp | TorchOp.RedOpType, size: int) -> ReduceRecipe:
         """Convert a reduction of PyTorch over `size` ranks into three steps: multiply, reduce, divide."""
-        # Any: PyTorch's stub lacks `__getstate__`.
+        # Typed as Any, because PyTorch's stub of the class lacks `__getstate__`.
         whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
         kind, factor = whole.__getstate__()
         if kind == TorchOp.AVG:
@@ -415,7 +419,7 @@ It would wait forever for a `Work` object that Python has freed.
 class FillingWork(Work):
     """Base class of the `Work` objects of collectives that write their results to the caller's tensors."""
 
-    def __init__(self, outputs: Any) -> None:  # Any: a list of tensors, or a list of lists for an all-gather
+    def __init__(self, outputs: Any) -> None:  # `outputs` is a list of tensors, or for an all-gather a list of lists.
         super().__init__()
         self._outputs = outputs
 
@@ -439,8 +443,8 @@ class LaneWork(FillingWork):
         super().__init__(outputs)
         self._lanes, self._operation = lanes, operation
         self._future: torch.futures.Future[Tensors] | None = None
-        self._callbacks_done = threading.Event()  # set once all callbacks of this work's future have run
-        self._callback_thread = 0  # id of the thread that is running the callbacks, or 0
+        self._callbacks_done = threading.Event()  # Set once all callbacks of this work's future have run.
+        self._callback_thread = 0  # Id of the thread that is running the callbacks, or 0.
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the operation has ended, and send and receive its data meanwhile.
@@ -458,8 +462,8 @@ class LaneWork(FillingWork):
                 "process group call the collective"
             )
         if self._future is not None and not self._is_in_callback():
-            # Wait for the callbacks too, because the thread that ends the operation wakes waiting threads before it
-            # runs the callbacks.
+            # Wait for the callbacks too. The thread that ends the operation wakes waiting threads before it runs the
+            # callbacks.
             self._callbacks_done.wait()
         return True
 
@@ -510,9 +514,11 @@ class LastingWork(FillingWork):
     alternative, `_create_work_from_future`, returns works whose `wait` does not raise the error of the future.
     """
 
-    _in_flight: ClassVar[set[LastingWork]] = set()  # works to which only C++ may refer
+    # Works in flight to which only C++ may refer. The set keeps Python from destroying them.
+    _in_flight: ClassVar[set[LastingWork]] = set()
     _ended: ClassVar[deque[LastingWork]] = deque(maxlen=10_000)
-    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # latest ended works: C++ may still ask for their future
+    # The latest works that have ended and still hold their tensors, because C++ may request their future.
+    _with_tensors: ClassVar[deque[LastingWork]] = deque()
 
     def __init__(self, work: FillingWork) -> None:
         super().__init__(None)
@@ -522,14 +528,16 @@ class LastingWork(FillingWork):
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Keep this work alive if C++ may refer to it: no Python caller has waited for it or asked for its future."""
+        """Keep this work alive if C++ may refer to it, because no Python caller has waited for it or asked for its
+        future.
+        """
         if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
-        self._in_flight.add(self)  # this reference keeps Python from destroying the object
+        self._in_flight.add(self)  # Keep a reference to the work, so that Python does not destroy it.
         try:
             self._work.get_future().add_done_callback(self._end)
-        except RuntimeError:  # the work of a reduce-scatter of Gloo has no future
+        except RuntimeError:  # In Gloo, the work of a reduce-scatter has no future.
             self._in_flight.discard(self)
             self._ended.append(self)
 
@@ -543,7 +551,7 @@ class LastingWork(FillingWork):
         self._in_flight.discard(self)
         self._with_tensors.append(self)
         if len(self._with_tensors) > 16:
-            with suppress(IndexError):  # another thread may have removed the last item
+            with suppress(IndexError):  # The list is empty if another thread has removed the last item.
                 self._with_tensors.popleft()._work = None
 
     def _drop(self) -> None:
@@ -637,9 +645,9 @@ class InnerGroupWork(FillingWork):
                 if self._work.is_completed():
                     break
                 now_s = time.monotonic()
-                # Waits are cut into slices of `slice_s`, at whose end PyTorch raises an error (timeout), too. An error
-                # that comes earlier is the collective's own: raise it. `is_completed` cannot tell, because some failed
-                # works of PyTorch never complete.
+                # A wait is cut into slices of `slice_s`, and PyTorch also raises an error (timeout) at the end of a
+                # slice. An earlier error is the collective's own, so raise it. `is_completed` cannot distinguish the
+                # two, because some failed works of PyTorch never complete.
                 if now_s > deadline_s or now_s - begin_s < slice_s / 2:
                     raise
         return self._work.wait()
@@ -652,7 +660,7 @@ class InnerGroupWork(FillingWork):
         """Return the error of the collective or of the process group. None if there is no error."""
         if not self._work.is_completed():
             return self._lanes.fault
-        try:  # PyTorch before 2.7 raises the error in `wait` only
+        try:  # PyTorch before 2.7 raises the error only in `wait`.
             self._work.wait()
         except RuntimeError as err:
             return err
@@ -714,7 +722,7 @@ class FollowedWork(FillingWork):
 
         def follow(ended: torch.futures.Future[Any]) -> Any:
             for future in ended.value():
-                # The future of a failed LaneWork has the exception as its value: raise it.
+                # The future of a failed LaneWork has the exception as its value, which must be raised.
                 if isinstance(error := future.value(), Exception):
                     raise error
             self._follow()
@@ -736,7 +744,8 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
         ConfigError: the launcher's environment variables contradict each other, or the job is elastic.
         CommError: the ranks cannot connect to each other.
     """
-    if AGENT in os.environ:  # because each process would be a group of its own, and train alone without a warning
+    if AGENT in os.environ:
+        # In an elastic job, each process would be a group of its own, and train alone without a warning.
         raise ConfigError(
             'init_process_group("sirtaki") requires a fixed set of ranks, but this job is elastic; start the job '
             "without --min-np and --max-np, or use hvd.init() and hvd.elastic"
@@ -767,7 +776,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 Tensors = list[torch.Tensor]
 
-_ProcessGroup: Any = dist.ProcessGroup  # Any: its methods differ between versions of PyTorch
+# Typed as Any, because the methods of `dist.ProcessGroup` differ between versions of PyTorch.
+_ProcessGroup: Any = dist.ProcessGroup
 
 
 def _left_to_inner(name: str) -> Callable[..., Work | None]:
@@ -776,7 +786,7 @@ def _left_to_inner(name: str) -> Callable[..., Work | None]:
     The first argument of the method must contain tensors, whose device decides which inner group is called.
     """
 
-    # Any: the arguments of the inner group's method, which differ between versions of PyTorch.
+    # The arguments of the inner group's method differ between versions of PyTorch.
     def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work | None:
         return self._ask(name, tensors, *args, **options)
 
@@ -800,7 +810,7 @@ def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor over the same memory to which any thread may write, so no inference tensor.
+    """Return a detached tensor over the same memory that is no inference tensor, so that any thread may write to it.
 
     Only code within `torch.inference_mode()` may write to an inference tensor. The group's threads run outside of this
     mode.
@@ -812,7 +822,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an operation
+# `opts` are PyTorch's options of the collective, which contain the operator of the reduction.
+def _as_real(tensors: Tensors, opts: Any) -> Tensors:
     """Return views of complex tensors as real ones if the reduction is a sum.
 
     torch.distributed does this for all-reduces itself, but not for other reductions.
@@ -822,7 +833,7 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
-_ended: list[Any] = []  # Any: Gloo groups
+_ended: list[Any] = []
 """Gloo groups that have been shut down.
 
 They are freed when the next group is created: before PyTorch 2.9, freeing them at once could hang.
@@ -846,7 +857,7 @@ def _log_once(settings: Settings, rank: int, size: int, *, has_nccl: bool) -> No
     if _logged:
         return
     _logged = True
-    if not job.is_initialized():  # `hvd.init()` starts logging itself
+    if not job.is_initialized():  # Start logging here only if `hvd.init()` has not done so.
         start_logging(settings, rank)
     exclude_from_compilation()
     if settings.attach and size > 1:
@@ -895,7 +906,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if not RELEASES_INTERPRETER:
             finalize(self, _ended.append, self._inner)
         types = dist.ProcessGroup.BackendType
-        if hasattr(self, "_set_default_backend"):  # only PyTorch 2.6 and newer
+        if hasattr(self, "_set_default_backend"):  # PyTorch before 2.6 has no `_set_default_backend`.
             self._set_default_backend(types.GLOO)
         self._register_backend(CPU, types.GLOO, self._inner)
         self._on_cuda = self._open_cuda(PrefixStore("nccl/", store), rank, size, timeout)
@@ -930,7 +941,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _entries(self) -> FlightEntries:
         return FlightEntries(self)
 
-    # Any: PyTorch's stubs lack methods of process groups.
+    # The result is Any, because PyTorch's stubs lack methods of process groups.
     def _open_cuda(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         """Create the inner group for CUDA tensors with NCCL. Collective.
 
@@ -958,7 +969,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @outside_modes
     def allreduce(
         self, tensors: Any, opts: Any = None
-    ) -> Work | None:  # Any: PyTorch passes one tensor or several, and two classes of options
+    ) -> Work | None:  # PyTorch passes one tensor or a list of tensors, and options of two classes.
         """See `torch.distributed.all_reduce`. Collective."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
@@ -972,9 +983,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def allreduce_coalesced(
-        self, tensors: Tensors, opts: Any = None
-    ) -> Work | None:  # Any: the inner group's arguments
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce_coalesced`. Collective."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if not tensors or not _is_ours(tensors) or len({tensor.dtype for tensor in tensors}) > 1:
@@ -983,7 +992,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
         """Reduce several tensors as one flat copy. Reduce a single contiguous tensor in place."""
-        # Detached, because autograd may be enabled in the thread that writes to them.
+        # Detach, because autograd may be enabled in the thread that writes to the tensors.
         plain = [_plain(tensor) for tensor in tensors]
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
@@ -1001,9 +1010,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
-    ) -> Work | None:  # Any: the inner group's arguments
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work | None:
         """See `torch.distributed.reduce_scatter`. Collective.
 
         The input tensors of one rank may have different sizes.
@@ -1122,7 +1129,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
         if target is flat and recipe.divisor == 1 and then is None:
-            return self._watched(  # a view with the output's shape, because the future's value is this view
+            return self._watched(  # Pass a view with the output's shape, because the future's value is this view.
                 self._inner.allreduce([flat.view(outputs[0].shape)], options)
             )
         work = self._watched(self._inner.allreduce([scratch], options))
@@ -1143,9 +1150,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work | None:  # Any: the inner group's arguments
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather`. Collective."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or len(inputs) != 1 or len(outputs) != 1 or not self._gathers(outputs[0], inputs[0]):
@@ -1170,7 +1175,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             whole.view(-1).chunk(self.size()),
             tensor,
             [] if whole is plain else [(plain, whole)],
-            list(plain.chunk(self.size())),  # a list of parts, because the result of Gloo's work is a list of parts
+            list(plain.chunk(self.size())),  # Return a list of parts, like the result of Gloo's work.
         )
 
     @shown
@@ -1229,7 +1234,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _ask(
         self, name: str, tensors: Any, *args: Any, **options: Any
-    ) -> Work | None:  # Any: arguments of the inner group's method, which differ between versions of PyTorch
+    ) -> Work | None:  # The arguments of the inner group's method differ between versions of PyTorch.
         """Call the method `name` of the inner group (Gloo or NCCL) for the device of the tensors.
 
         Returns:
@@ -1239,7 +1244,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         first = _first((tensors, *args))
         on_cuda = first is not None and first.device.type == "cuda"
         inferred = first is not None and first.is_inference()
-        # The inner group's threads inherit inference mode, without which they must not write to inference tensors.
+        # Enter inference mode to send inference tensors. The inner group's threads inherit the mode, without which they
+        # must not write to such tensors.
         with torch.inference_mode() if inferred else nullcontext():
             work: Work | None = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
         # Do not watch works that cannot be polled with short timeouts: a timeout of send or recv breaks the connection,
@@ -1262,7 +1268,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work if on_cuda and self._on_cuda is not self._inner else self._watched(work)
 
     @shown
-    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: the inner group's arguments
+    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:
         """See `torch.distributed.broadcast`. Collective.
 
         Non-contiguous tensors are copied, because Gloo ignores strides.
@@ -1271,9 +1277,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def reduce(
-        self, tensors: Any, opts: Any = None, *args: Any, **options: Any
-    ) -> Work | None:  # Any: the inner group's arguments
+    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work | None:
         """See `torch.distributed.reduce`. Collective. Non-contiguous tensors are copied, as Gloo ignores strides."""
         opts = dist.ReduceOptions() if opts is None else opts
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -1294,30 +1298,22 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return lasting(FollowedWork([self._watched(self._inner.reduce([total], asked))], end, outputs))
 
     @shown
-    def scatter(
-        self, outputs: Any, inputs: Any, *args: Any, **options: Any
-    ) -> Work | None:  # Any: the inner group's arguments
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work | None:
         """See `torch.distributed.scatter`. Collective. Non-contiguous tensors are copied, as Gloo ignores strides."""
         plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
         return self._ask_contiguous("scatter", outputs, plain, *args, **options)
 
     @shown
-    def gather(
-        self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any
-    ) -> Work | None:  # Any: the inner group's arguments
+    def gather(self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any) -> Work | None:
         """See `torch.distributed.gather`. Collective. Non-contiguous inputs are copied, as old Gloo ignores strides."""
         return self._ask("gather", outputs, [tensor.contiguous() for tensor in inputs], *args, **options)
 
     @shown
-    def all_to_all_single(
-        self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any
-    ) -> Work | None:  # Any: the inner group's arguments
+    def all_to_all_single(self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Work | None:
         """See `torch.distributed.all_to_all_single`. Collective. Non-contiguous tensors are copied for Gloo."""
         return self._ask_contiguous("alltoall_base", output, tensor.detach().contiguous(), *args, **options)
 
-    def _ask_contiguous(
-        self, name: str, tensors: Any, *args: Any, **options: Any
-    ) -> Work | None:  # Any: the inner group's arguments
+    def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work | None:
         """Call the inner group (Gloo or NCCL) with contiguous copies of tensors, because Gloo ignores strides.
 
         Copy the results back to the tensors.
@@ -1333,7 +1329,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(copy)
 
         work = self._ask(name, copies[0] if isinstance(tensors, torch.Tensor) else copies, *args, **options)
-        if work is None:  # synchronous collective: the current CUDA stream waits for NCCL
+        if work is None:  # The collective is synchronous, and NCCL makes the current CUDA stream wait for it.
             copy_back()
             return None
         return lasting(FollowedWork([work], copy_back, outputs))
@@ -1341,7 +1337,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     send = _left_to_inner("send")
     recv = _left_to_inner("recv")
 
-    alltoall_base = all_to_all_single  # name that PyTorch before 2.13 calls
+    alltoall_base = all_to_all_single  # Name of the same method in PyTorch before 2.13.
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -1363,10 +1359,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         finally:
             if self._lanes is not None:
                 self._lanes.close()
-            if hasattr(self._inner, "abort"):  # only PyTorch 2.7 and newer
+            if hasattr(self._inner, "abort"):  # Before PyTorch 2.7, process groups have no `abort`.
                 self._inner.abort()
 
     def _end_on_cuda(self, method: str) -> None:
         if self._on_cuda is not self._inner:
-            name = method if hasattr(self._on_cuda, method) else f"_{method}"  # name before PyTorch 2.6
+            # Before PyTorch 2.6, the method's name begins with an underscore.
+            name = method if hasattr(self._on_cuda, method) else f"_{method}"
             getattr(self._on_cuda, name)()

@@ -68,7 +68,7 @@ def shown(method: Callable[Concatenate[G, P], Work | None]) -> Callable[Concaten
 
 def _show(
     group: PythonProcessGroup, name: str, call: Callable[[], Work | None], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Work | None:  # Any: arguments of a collective
+) -> Work | None:
     if getattr(_inside, "here", False):
         return call()
     bottom = _Bottom(call, functools.partial(_as_event, group.plain, name, [*args, *kwargs.values()]))
@@ -112,9 +112,11 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.called = False
         self.work: Work | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: untyped
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d" or self.called or torch._C._len_torch_dispatch_stack():
-            return func(*args, **(kwargs or {}))  # not the collective, run already, or a lower mode must run first
+            # Run the operator itself: it is not the collective, the collective has run already, or a lower mode must
+            # run first.
+            return func(*args, **(kwargs or {}))
         self.called = _inside.here = True
         try:
             with self._event():
@@ -147,9 +149,7 @@ def _active_of_user() -> int:
     return sum(getattr(mode, "_mode_key", None) is None for mode in stack)
 
 
-def _as_event(
-    plain: dist.ProcessGroup, name: str, args: Sequence[Any]
-) -> AbstractContextManager[object]:  # Any: arguments of a collective
+def _as_event(plain: dist.ProcessGroup, name: str, args: Sequence[Any]) -> AbstractContextManager[object]:
     """Return a profiler event `sirtaki:…` for a collective, with the fields of NCCL's profiler event
     `record_param_comms`.
 
@@ -174,12 +174,12 @@ def _as_event(
         event: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(
             f"sirtaki:{name}", inputs, fields
         )
-    except TypeError:  # the profiler events of this PyTorch version have no fields
+    except TypeError:  # In this version of PyTorch, profiler events have no fields.
         event = torch.autograd.profiler.record_function(f"sirtaki:{name}")
     return event
 
 
-def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of tensors, lists of lists
+def _tensors(found: Any) -> Iterator[torch.Tensor]:  # `found` is a tensor, a list of tensors, or a list of such lists.
     if isinstance(found, torch.Tensor):
         yield found
     elif isinstance(found, list | tuple):
@@ -210,7 +210,7 @@ class FlightEntries:
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Prepare to write entries with the name and the size of the process group `group`."""
         self._name, self._ranks = group.group_name, group.size()
-        self._groups: dict[str, Any] = {}  # Any: process groups, whose stub lacks methods
+        self._groups: dict[str, Any] = {}  # The groups are Any, because PyTorch's stub of process groups lacks methods.
 
     def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
         """Write an entry for a collective that this rank has launched.
@@ -221,7 +221,7 @@ class FlightEntries:
             dtype: dtype of the tensor.
         """
         if (alone := self._groups.get(collective)) is None:
-            made: Any = dist.ProcessGroup  # Any: the stub lacks the constructor without a store
+            made: Any = dist.ProcessGroup  # Typed as Any, because the stub lacks the constructor without a store.
             alone = self._groups[collective] = made(0, 1)
             gloo = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
             alone._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -56,7 +56,7 @@ class Checkpoint:
         return int(json.loads((self.path / MANIFEST).read_text()).get("version", 1))
 
     def load(self) -> dict[str, Any]:
-        """Return the content of the checkpoint (Any: any picklable object).
+        """Return the content of the checkpoint (any picklable object).
 
         If the checkpoint contains objects of user classes, unpickling runs their code, like `torch.load`. Tensors,
         numbers, strings and containers of these are read without running code.
@@ -165,7 +165,8 @@ class CheckpointFolder:
         """
         throttle = throttle or WriteThrottle()
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(f"{_UNFINISHED}*"):  # left by a process that was killed while writing
+        for left in self.path.glob(f"{_UNFINISHED}*"):
+            # Remove folders that a process has left because it was killed while writing.
             shutil.rmtree(left, ignore_errors=True)
         unfinished, final = self.path / f"{_UNFINISHED}{os.getpid()}", self._place(number)
         try:
@@ -184,7 +185,7 @@ class CheckpointFolder:
             shutil.rmtree(final, ignore_errors=True)  # exists if this job continues from an older checkpoint
             unfinished.rename(final)
             _sync(self.path)
-        except RuntimeError as err:  # PyTorch raises RuntimeError if the disk is full
+        except RuntimeError as err:  # PyTorch raises RuntimeError if the disk is full.
             raise OSError(str(err).splitlines()[0]) from err
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -206,7 +207,7 @@ class CheckpointFolder:
         for path in reversed(self._there()):
             try:
                 problem = _problem(path)
-            except PermissionError as err:  # not renamed, because the checkpoint may be complete
+            except PermissionError as err:  # Do not rename the checkpoint, because it may be complete.
                 logger.warning(
                     "Sirtaki lacks permission to read the checkpoint %s (%s) and uses the previous checkpoint "
                     "instead; to use the newer one, correct its permissions and restart the job",
@@ -239,7 +240,7 @@ class CheckpointFolder:
             number += 1
         try:
             path.rename(aside)
-        except OSError:  # another host was faster, or the folder is read-only
+        except OSError:  # Renaming fails if another host has renamed the folder before, or if it is read-only.
             return path.name
         return aside.name
 
@@ -297,7 +298,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # ignore the error for a folder: some file systems cannot sync folders
+        if not path.is_dir():  # Ignore the error for a folder, because some file systems cannot sync folders.
             raise
     finally:
         os.close(descriptor)
@@ -325,7 +326,7 @@ rank.
 
 _LAUNCHERS = "sirtaki.run.rank_channel"
 
-Tree = Mapping[str, Any]  # Any: any picklable values
+Tree = Mapping[str, Any]
 
 
 class Checkpoints:
@@ -377,7 +378,7 @@ class Checkpoints:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
         try:
             self.folder.write(number, tree, throttle)
-        except Exception as err:  # any error, e.g. of pickling: training must continue
+        except Exception as err:  # Log every error, for example of pickling, because training must continue.
             logger.warning(
                 "Sirtaki cannot write the checkpoint of state.commit() number %d to the folder %s, so the previous "
                 "checkpoint stays the newest. Training continues; correct this error: %s",
@@ -401,7 +402,7 @@ class Checkpoints:
             self._writing.join()
 
     def listen(self) -> None:
-        """From now on, SIGTERM and SIGUSR1 request a checkpoint at the next commit.
+        """Install handlers, so that SIGTERM and SIGUSR1 request a checkpoint at the next commit.
 
         A repeated SIGTERM ends the process.
         """
@@ -428,9 +429,7 @@ class Checkpoints:
         return now_s - self._signalled_s <= AGAIN_S
 
 
-def _handle(
-    number: signal.Signals, accepts: Callable[[], bool], before: Any
-) -> None:  # Any: a handler of signal.signal
+def _handle(number: signal.Signals, accepts: Callable[[], bool], before: Any) -> None:
     """Handle a signal by calling `accepts`.
 
     If that returns False, restore the handler `before` and send the signal to this process again.

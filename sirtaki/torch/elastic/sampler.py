@@ -90,7 +90,8 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self.rank, self.num_replicas = 0, 0
         self._dealt: _Deal | None = None
-        self._iterated: list[int] | None = None  # this rank's indices in the newest iteration
+        # Indices that the newest iteration over the sampler yields on this rank.
+        self._iterated: list[int] | None = None
         self._begin(0, [])
         self.reset()
 
@@ -118,7 +119,8 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that the samples with these indices were processed. Later iterations of this epoch omit them."""
-        self._deal()  # first, because samples that are recorded as processed are not distributed
+        # Distribute the samples first, because samples that are recorded as processed are not distributed.
+        self._deal()
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
@@ -202,7 +204,8 @@ class ElasticSampler(Sampler[int]):
         else:
             order = list(range(n_samples))
             if self.shuffle:
-                random.Random(self.seed + epoch).shuffle(order)  # shuffle in the same way as Horovod's sampler
+                # Shuffle in the same way as Horovod's sampler, from whose state this sampler continues.
+                random.Random(self.seed + epoch).shuffle(order)
             processed = order[: state_dict["processed_num"]]
         if processed and not 0 <= min(processed) <= max(processed) < n_samples:
             raise ConfigError(

@@ -48,7 +48,7 @@ WRITING = -1
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """State of the global random generators of Python, NumPy and PyTorch (Any: types of these libraries)."""
+    """State of the global random generators of Python, NumPy and PyTorch."""
 
     python: Any
     numpy: Any
@@ -87,7 +87,7 @@ class Commit:
     Attributes:
         number: number of the commit, which increases with each commit. Equal on all ranks for the same point of the
             training.
-        tree: the copied state, as nested dictionaries and lists (Any: anything that can be copied). The second commit
+        tree: the copied state, as nested dictionaries and lists (any values that can be copied). The second commit
             after this one overwrites its tensors.
         random: state of this rank's random generators.
     """
@@ -153,7 +153,7 @@ def copied(value: Any, place: Any = None) -> Any:
     """Return a copy of a value. Dictionaries and lists in it are copied, too, with their values.
 
     Args:
-        value: value to copy (Any: anything that can be copied).
+        value: value to copy (any value that can be copied).
         place: an earlier copy whose tensors may be overwritten. A tensor is copied into the corresponding tensor of
             `place` if their shapes and dtypes match.
     """
@@ -164,7 +164,7 @@ def copied(value: Any, place: Any = None) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         before = place if isinstance(place, dict) else {}
-        new = copy.copy(value)  # copied to keep the dictionary's type and attributes
+        new = copy.copy(value)  # Copy the dictionary itself, to keep its type and attributes.
         for key, child in value.items():
             new[key] = copied(child, before.get(key))
         return new
@@ -238,7 +238,7 @@ class _CommitReport(NamedTuple):
         change: change of the job's hosts of which the launcher has informed this rank, as the value of a `Change`.
         leaves: whether this rank will exit after this commit.
         due: whether this rank requests to write a checkpoint to disk.
-        news: further data of the rank's state object, for example processed samples (Any: any picklable object).
+        news: further data of the rank's state object, for example processed samples (any picklable object).
     """
 
     change: int
@@ -256,7 +256,7 @@ class _KeepsNoCommits:
     def _news(self) -> Any:
         """Return data to send to the other ranks when the ranks check whether hosts were added or removed.
 
-        Any: any picklable object.
+        The data may be any picklable object.
         """
 
     def _complete(self, news: Sequence[Any]) -> None:
@@ -299,7 +299,7 @@ class State(_KeepsNoCommits, ABC):
         """Create a state that contains no values yet.
 
         Args:
-            bcast_object: function that returns rank 0's object on all ranks (Any: any picklable object). None for
+            bcast_object: function that returns rank 0's object on all ranks (any picklable object). None for
                 `hvd.broadcast_object`.
             get_rank: ignored, for compatibility with Horovod.
         """
@@ -345,7 +345,8 @@ class State(_KeepsNoCommits, ABC):
             return
         standing = self._standing()
         if standing.written > standing.completed:
-            current.wait_for_gpus()  # because GPUs may still compute the commit from gradients of other ranks
+            # Wait, because GPUs may still compute the values of the commit from gradients of other ranks.
+            current.wait_for_gpus()
         change = Change(0) if current.elastic is None else current.elastic.change()
         leaves = kept is not None and kept.leaving
         due = kept is not None and kept.due and current.rank == SYNC_ROOT
@@ -355,7 +356,7 @@ class State(_KeepsNoCommits, ABC):
         self._complete([each.news for each in reports])
         if current.elastic is not None:
             if any(each.change for each in reports):
-                current.wait_for_gpus()  # because the ranks close their communicators next
+                current.wait_for_gpus()  # Wait for the GPUs, because the ranks close their communicators next.
             # Wait until all ranks have received all reports. Otherwise the report of a rank that exits now could be
             # lost.
             current.control.barrier()
@@ -443,7 +444,7 @@ class ObjectState(State):
         """Set the state to the content of a checkpoint.
 
         Args:
-            tree: content of the checkpoint (Any: any picklable values).
+            tree: content of the checkpoint (any picklable values).
         """
         if tree["values"].keys() != set(self._names):
             raise ValueError(
@@ -584,7 +585,7 @@ class TorchState(ObjectState):
         super()._complete(news)
 
 
-def _load_state(value: Any, state: Any) -> None:  # Any: objects of _STATEFUL's classes
+def _load_state(value: Any, state: Any) -> None:  # `value` is an object of one of the classes in `_STATEFUL`.
     """Load a `state_dict()` into a model, an optimizer, a sampler or a `LocalSGD`."""
     if isinstance(value, torch.optim.Optimizer):
         load_optimizer_state(value, state)
@@ -772,7 +773,8 @@ def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
         )
     try:
         return checkpoint.load(), ""
-    except Exception as err:  # any error: unpickling runs code of the user's classes
+    except Exception as err:
+        # Return every error as a message. Unpickling runs code of the user's classes, which may raise any error.
         return None, (
             f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err}). Its file is "
             "complete, so the script has changed since it was written: restore what is missing, or move the checkpoint "
@@ -786,7 +788,7 @@ def _common(lists: Sequence[Sequence[_Name]]) -> list[_Name]:
     return [each for each in lists[0] if each in everywhere]
 
 
-Training = Callable[..., Any]  # training function of the script, called with the state and further arguments
+Training = Callable[..., Any]  # Training function of the script. It is called with the state and further arguments.
 
 
 def run(func: Training) -> Training:
@@ -849,7 +851,8 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
             if repeated:
                 settled_job = job.current()
                 reset()
-                if job.current() is not settled_job:  # `reset` has connected this rank to a new set of ranks
+                if job.current() is not settled_job:
+                    # The job differs if `reset` has connected this rank to a new set of ranks.
                     out_of_step = synchronise_generation(state, restored=False, wants_sync=out_of_step)
                 state.on_reset()
             if out_of_step:

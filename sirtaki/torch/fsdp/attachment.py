@@ -32,7 +32,7 @@ from .target import ShardTarget
 
 @runtime_checkable
 class Detachable(Protocol):
-    """Owner of FSDP's parameter groups: the Sirtaki object that does their communication."""
+    """Owner of FSDP's parameter groups: the Sirtaki object that runs the collectives of the groups."""
 
     def detach(self) -> None:
         """Let FSDP communicate itself again. Collective, between two training steps."""
@@ -72,7 +72,7 @@ class Attachment:
         """Check whether the model can be attached. Not collective.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the model cannot be attached.
         """
         carries = self._wants_to_carry
         self._packing = packing = _codec(self._gathers), _codec(self._scatters)
@@ -123,7 +123,7 @@ class Attachment:
             ConfigError, MismatchError, CommError: see `sirtaki.torch.fsdp.attach`.
         """
         settings = self._settings
-        if not is_initialized():  # `hvd.init()` starts logging itself
+        if not is_initialized():  # Start logging here only if `hvd.init()` has not done so.
             start_logging(settings, dist.get_rank())
         log_unchecked_version()
         if self._replicas:

@@ -44,7 +44,7 @@ class Bucket:
 class JointTransfers:
     """Launcher of a model's all-gathers (gathers) and reduce-scatters (scatters).
 
-    Those of one bucket are collected and launched as one transfer.
+    The gathers of one bucket are collected and launched as one. So are its scatters.
 
     Attributes:
         buckets: bucket of each of FSDP's parameter groups that is coalesced with others.
@@ -60,9 +60,9 @@ class JointTransfers:
         self.packing, self.most_scatters, self.waited_s = packing, 1, 0.0
         self._in_flight: list[ShardWork | JointScatter] = []
         self._gathering: tuple[object, JointGather] | None = (
-            None  # bucket whose gathers are being collected, or were launched last
+            None  # Bucket whose gathers are being collected, or were launched last.
         )
-        self._scattering: tuple[object, JointScatter] | None = None  # bucket whose scatters are being collected
+        self._scattering: tuple[object, JointScatter] | None = None  # Bucket whose scatters are being collected.
 
     @property
     def has_scatters(self) -> bool:
@@ -123,8 +123,8 @@ class JointTransfers:
     ) -> None:
         """Reduce-scatter the gradients of `group`.
 
-        If the group shares a bucket with other modules, only add it to the bucket. Its reduce-scatter is then launched
-        with theirs, as one operation. Collective.
+        If the group shares a bucket with other modules, only add it to the bucket, which is later reduce-scattered as a
+        whole. Collective.
 
         Args:
             group: parameter group whose gradients the backward pass has computed.
@@ -209,7 +209,7 @@ class StepTrace:
         self._computed_s = self.begun_s - transfers.waited_s
         self._forward: dict[FsdpGroup, float] = {}
         self._backward: dict[FsdpGroup, float] = {}
-        self._now: FsdpGroup | None = None  # parameter group that the forward pass is using
+        self._now: FsdpGroup | None = None  # Parameter group that the forward pass is using now.
 
     def used(self, group: FsdpGroup | None) -> None:
         """Record that the forward pass begins to use the parameters of `group`. With None, record its end."""

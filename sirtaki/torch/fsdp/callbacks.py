@@ -23,7 +23,8 @@ from .model import ShardedModel
 from .private import FsdpGroup, is_default, wrap_forward
 
 
-def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDPModules
+# `modules` is an iterable of FSDPModules, a class that some versions of PyTorch lack.
+def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:
     """Let FSDP call Sirtaki for its all-gathers and reduce-scatters, and register hooks on the modules of `model`.
 
     Not collective. `ShardedModel.detach` undoes it.
@@ -106,7 +107,8 @@ class AllGatherCallback:
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
         self.can_keep = carrier is None or is_default(carrier)
-        self._kept: torch.Tensor | None = None  # kept parameters, which the next call returns without a gather
+        # Parameters kept since the forward pass. The next call returns them without a gather.
+        self._kept: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the gathered parameters. Called by FSDP before each gather."""
@@ -120,7 +122,8 @@ class AllGatherCallback:
         joint = model.transfers.bucket_of_gather(self._group) is not None
         if lanes is None or kept is not None or model.keeper_of(self._group) or joint:
             return torch.empty(numel, dtype=dtype, device=device)
-        model.transfers.launch_gathers()  # launch collected gathers before more memory is taken
+        # Launch the gathers collected so far, before memory for another gather is taken.
+        model.transfers.launch_gathers()
         return lanes.gather_memory(numel, dtype)
 
     def __call__(
@@ -138,7 +141,8 @@ class AllGatherCallback:
         if keeper is True:
             model.keep(self._group, output_tensor)
         lanes = model.lanes(group)
-        # Let PyTorch gather over a process group that was created after `attach`: Sirtaki has no connections for it.
+        # If the process group was created after `attach`, let PyTorch gather, because Sirtaki has no connections for
+        # it.
         if self.carrier is not None or lanes is None:
             gather = self.carrier or dist.all_gather_into_tensor
             work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -164,7 +168,7 @@ class ReduceScatterCallback:
 
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
-        self._whole: torch.Tensor | None = None  # memory of the whole gradient, until FSDP allocates the shard
+        self._whole: torch.Tensor | None = None  # Memory of the whole gradient, until FSDP allocates the shard.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate memory for gradients. FSDP calls this for the whole gradient, then for the shard of this rank."""
@@ -173,7 +177,7 @@ class ReduceScatterCallback:
         (numel,), transfers = size, self._model.transfers
         if self._group in transfers.buckets:
             return torch.empty(numel, dtype=dtype, device=device)
-        transfers.launch_scatters()  # launch collected scatters before more memory is taken
+        transfers.launch_scatters()  # Launch the scatters collected so far, before memory for another scatter is taken.
         transfers.make_room()
         lanes, whole, self._whole = self._model.lanes(self._group.shard_process_group), self._whole, None
         if lanes is None or (whole is not None and (whole.dtype, whole.numel()) == (dtype, numel * lanes.control.size)):
@@ -196,7 +200,7 @@ class ReduceScatterCallback:
             work: dist.Work | None = scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
             return work
         waits = (
-            recipe[1] == 1.0  # then FSDP itself divides the sum: it reads the result
+            recipe[1] == 1.0  # If the factor is 1, FSDP itself divides the sum, and so reads the result.
             or self._group in model.transfers.hooked
             or self._group.has_gradient_hooks
             or self._group.reads_scatter_result(output_tensor.dtype)
@@ -205,7 +209,8 @@ class ReduceScatterCallback:
         return None
 
 
-def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: a type that is private to PyTorch
+# `op` is Any, because its type is private to PyTorch.
+def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:
     """Return the operator of a reduction, and the factor that multiplies its result.
 
     None if lanes (Sirtaki's connections) do not support `op`.

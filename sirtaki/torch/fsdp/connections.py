@@ -99,7 +99,8 @@ class ShardConnections:
                     self._open(process_group, groups, packing, store)
         except BaseException as err:
             for mesh, farewell in self._meshes:
-                if not isinstance(err, MismatchError):  # all ranks raise a MismatchError themselves
+                if not isinstance(err, MismatchError):
+                    # Report no MismatchError to the other ranks, because they raise it, too.
                     mesh.abort(f"rank {mesh.rank} could not connect for a sharded model: {err}")
                 farewell.free()
                 mesh.free()
@@ -170,7 +171,7 @@ class ShardConnections:
         Non-blocking.
         """
         forget_at_exit(self.close)
-        if self._controls:  # empty if `close` was called already, at process exit
+        if self._controls:  # The list is empty if `close` was called before, at process exit.
             threading.Thread(target=self.close, name="sirtaki-leave").start()
 
     def close(self) -> None:
@@ -183,7 +184,7 @@ class ShardConnections:
                 "detached; no result is stored, and the next job tunes from the beginning"
             )
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
-            with suppress(CommError):  # the connections have failed before, and all ranks know the error
+            with suppress(CommError):  # Ignore the error. The connections have failed before, and all ranks know why.
                 if not leave_together(farewell, LEAVE_S):
                     mesh.abort(f"rank {mesh.rank} has exited, or has deleted a sharded model that other ranks use")
             farewell.free()
@@ -201,8 +202,9 @@ class PytorchCollectives:
 
     def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
         self._groups, self._control = groups, control
-        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups that were created for reduce-scatters only
-        # For the process group of all-gathers, that of the reduce-scatters. Empty if both use the same process group.
+        # Process groups that were created only for reduce-scatters, by their ranks.
+        self._made: dict[Ranks, dist.ProcessGroup] = {}
+        # Maps the process group of all-gathers to that of reduce-scatters. Empty if both use the same process group.
         self._own: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
     def choices(self) -> tuple[tuple[int, ...], int]:
@@ -263,7 +265,8 @@ class PytorchCollectives:
                 for group, ranks in sharded.items():
                     if ranks not in self._made:
                         self._made[ranks] = group_beside(group.shard_process_group, group.device, token)
-            except (AttributeError, TypeError) as err:  # all ranks raise this: they use the same PyTorch
+            except (AttributeError, TypeError) as err:
+                # All ranks raise this error together, because they use the same PyTorch.
                 logger.log(
                     logging.INFO if dist.get_rank() == 0 else logging.DEBUG,
                     "Sirtaki cannot create a separate process group for reduce-scatters, so they share the process "

@@ -95,15 +95,17 @@ class ShardedModel:
         self.pytorch = PytorchCollectives(groups, connections.control)
         self.transfers, self.knobs = JointTransfers(given), AS_PYTORCH
         self.order: Sequence[FsdpGroup] = ()
-        self._order_known = False  # whether `order` was recorded
+        self._order_known = False  # Whether `order`, the order in which the forward pass uses the groups, was recorded.
         self._places: dict[FsdpGroup, int] = {}
         self.sets_prefetch = False
         self.trace: StepTrace | None = None
-        self._used: list[FsdpGroup] = []  # groups that this forward pass has used
-        self._in_forward = self._with_gradients = False  # whether the whole model's forward runs, with grad enabled
-        self._prefetched: list[FsdpGroup] = []  # groups that this forward pass has gathered, used or not
-        self._scattered = False  # whether gradients have been scattered since the last call of the model
-        self._kept: dict[FsdpGroup, torch.Tensor] = {}  # kept parameters: whole, or this rank's part
+        self._used: list[FsdpGroup] = []  # Parameter groups that this forward pass has used.
+        # Whether the whole model's forward pass runs, and whether gradients are enabled in it.
+        self._in_forward = self._with_gradients = False
+        self._prefetched: list[FsdpGroup] = []  # Parameter groups that this forward pass has gathered, used or not.
+        self._scattered = False  # Whether gradients have been scattered since the last call of the model.
+        # Parameters kept for the backward pass, by group: all of them, or this rank's part.
+        self._kept: dict[FsdpGroup, torch.Tensor] = {}
         self.installed = ExitStack()
         self.near: ShardLanes | None = None
         self.node_ranks = self._count_node_ranks()
@@ -196,13 +198,14 @@ class ShardedModel:
         elif knobs.streams != self.knobs.streams:
             try:
                 lanes.use(knobs.streams)
-            except TransportError as err:  # all ranks raise this; the connections in use stay open
+            except TransportError as err:  # All ranks raise this error together. The connections in use stay open.
                 logger.debug(
                     "Sirtaki cannot open %d streams (parallel connections), so the open ones stay in use: %s",
                     knobs.streams,
                     err,
                 )
-        if lanes is not None and knobs.joined:  # buckets must be equal on all ranks
+        if lanes is not None and knobs.joined:
+            # Find the groups with gradient hooks on any rank, because buckets must be equal on all ranks.
             hooked = lanes.control.maximum(np.array([float(group.has_gradient_hooks) for group in self.groups]))
             self.transfers.hooked = {group for group, one in zip(self.groups, hooked, strict=True) if one}
         self.apply(knobs)
@@ -219,7 +222,7 @@ class ShardedModel:
             ahead = order[first + 1 : buckets[min(number + knobs.ahead, len(buckets) - 1)][-1] + 1]
             behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
             if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
-                behind = ()  # FSDP prefetches one module in the backward pass anyway
+                behind = ()  # Set no prefetch, because FSDP prefetches one module in the backward pass by default.
             for place in bucket if self.sets_prefetch else ():
                 order[place].set_prefetch(ahead if place == first else (), behind if place == last else ())
             if len(bucket) > 1:
@@ -240,12 +243,12 @@ class ShardedModel:
         if in_backward():
             return
         distributed_autograd.refuse_sharded()
-        self.transfers.wait()  # scatters of a failed backward pass may still be in flight
+        self.transfers.wait()  # Wait for scatters, because those of a failed backward pass may still be in flight.
         self._drop_prefetched()
         self._kept.clear()
         self._in_forward = True
         self._with_gradients, self._used = torch.is_grad_enabled(), []
-        if self._scattered and self._with_gradients:  # an evaluation without gradients does not end the step
+        if self._scattered and self._with_gradients:  # An evaluation without gradients does not end the step.
             self._scattered = False
             if self.order:
                 self.tuner.end_step()
@@ -267,7 +270,7 @@ class ShardedModel:
 
         Forward pre-hook of the group's module.
         """
-        if in_backward():  # activation checkpointing recomputes the module: no new use
+        if in_backward():  # Activation checkpointing recomputes the module, which is no new use.
             return
         if not self._in_forward:
             self._drop_prefetched()
@@ -346,13 +349,13 @@ class ShardedModel:
         self._kept[group] = values
 
     def take_kept(self, group: FsdpGroup) -> torch.Tensor | None:
-        """Return the kept parameters of `group`, and keep them no longer.
+        """Return the kept parameters of `group`, and drop this object's reference to them.
 
         None if they are not kept, or outside a backward pass.
         """
         if not self._kept or not in_backward():
             return None
-        when_backward_ends(self._kept.clear)  # discard those that this pass does not use
+        when_backward_ends(self._kept.clear)  # Discard kept parameters that this backward pass does not use.
         return self._kept.pop(group, None)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:

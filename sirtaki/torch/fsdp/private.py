@@ -55,7 +55,8 @@ _OWNER = "_sirtaki_attached"
 that does the group's communication."""
 
 
-def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
+# The result is a list of FSDPModules, a class that some versions of PyTorch lack.
+def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that FSDP shards or replicates, in the order of `model.modules()`.
 
     Raises:
@@ -157,7 +158,8 @@ def when_reduced(model: Any, call: Callable[[], None]) -> None:
         def end() -> None:
             original()
             groups = [group for state in states for group in _groups_in(state)]
-            # In other passes, ranks may be at different steps, or reduce-scatters may be in flight.
+            # Wait for a pass in which FSDP reduces all gradients. In other passes, ranks may be at different steps, or
+            # reduce-scatters may be in flight.
             reduced = all(group.reduce_grads and group.all_reduce_grads for group in groups)
             if reduced and states[0]._state_ctx.is_last_backward:
                 for each in states:
@@ -166,7 +168,8 @@ def when_reduced(model: Any, call: Callable[[], None]) -> None:
 
         return end
 
-    for state in states:  # all, because FSDP queues the callback of the state whose backward pass begins first
+    for state in states:
+        # Wrap all states, because FSDP queues the callback of the state whose backward pass begins first.
         setattr(state, end_pass, wrap(state))
 
 
@@ -457,7 +460,8 @@ class ReplicatedParam:
     def __init__(self, owner: FsdpGroup, group: Any, record: Any) -> None:
         self.group, self._group, self._record = owner, group, record
         self.param, self.computed = record.sharded_param, record.unsharded_param
-        self._held: torch.Tensor | None = None  # gradient accumulated over passes without an all-reduce
+        # Gradient that was accumulated over backward passes without an all-reduce.
+        self._held: torch.Tensor | None = None
         dtype = record.reduce_dtype or self.computed.dtype
         self.stand_in = torch.zeros((), dtype=dtype, device=owner.device).expand(record.sharded_size).requires_grad_()
 
@@ -474,9 +478,9 @@ class ReplicatedParam:
         return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
     def begin(self) -> None:
-        """Begin a backward pass. The gradient to reduce begins with the gradients that earlier passes have accumulated.
+        """Begin a backward pass. Start the gradient to reduce with the gradients that earlier passes have accumulated.
 
-        These are in the parameter's `.grad`, or FSDP has them.
+        The accumulated gradients are in the parameter's `.grad` or in FSDP.
         """
         self.stand_in.grad = self._local if self._is_shared else None
         if self.group.all_reduces:
@@ -519,7 +523,7 @@ class ReplicatedParam:
     def give(self) -> None:
         """Store the reduced gradient in the parameter's `.grad`, and run the user's hooks on the parameter."""
         reduced, local, sharded = self.stand_in.grad, self._local, self._record.sharded_param
-        if reduced is None:  # no rank has computed a gradient
+        if reduced is None:  # `reduced` is None if no rank has computed a gradient.
             return
         if not self._is_shared:
             self.stand_in.grad = None
@@ -544,7 +548,7 @@ class ReplicatedParam:
 def collective_name(collective: Any) -> str:
     """Return the class name of a collective of FSDP2 (all-gather or reduce-scatter).
 
-    Sirtaki may have wrapped the collective in a callback, whose `carrier` it is. Then return the wrapped one's name.
+    For a callback of Sirtaki, return the name of the collective that it wraps (its `carrier`).
     """
     return type(getattr(collective, "carrier", collective)).__name__
 
@@ -576,7 +580,8 @@ def _groups_in(state: Any) -> Sequence[Any]:
 
 def _require(kind: str, found: Any, used: Mapping[str, str] = USED) -> None:
     """Raise an exception if an object or class of FSDP lacks an attribute that Sirtaki uses."""
-    later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets later, in the first forward pass
+    # Skip attributes that FSDP sets later, in the first forward pass.
+    later = getattr(type(found), "__annotations__", ())
     for name in used[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(

@@ -107,7 +107,7 @@ class ReplicatedGradients(DdpGradients):
     A backward pass is *due* if its gradients must be all-reduced. A due backward pass is one iteration.
     """
 
-    undefined_are_zeros = False  # ignore undefined gradients, like FSDP
+    undefined_are_zeros = False  # Ignore undefined gradients, like FSDP.
     nodes_are_kept = False
     _replicas: Mapping[str, ReplicatedParam] = MappingProxyType({})
     _groups: Sequence[FsdpGroup] = ()

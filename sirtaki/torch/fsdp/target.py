@@ -81,7 +81,7 @@ LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
 """Sizes in bytes of the tensor that is all-gathered to measure the network: minimum, maximum, and size for latency."""
 
 WORTH_MEMORY = 0.05
-"""The log recommends a larger memory budget if a step then sends at least this fraction of its bytes less."""
+"""Smallest fraction of a step's bytes that a larger memory budget must save, so that the log recommends it."""
 
 MEASURED_STEPS = 10
 """Number of steps after the search in which the compression error is measured."""
@@ -103,15 +103,16 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._control, self._lanes = model.connections.control, model.connections.lanes_of_all
         self._shares_memory = self._lanes is not None and self._lanes.kind is TransportKind.SHARED_MEMORY
         self._controller = None if self._control is None or not settings.tunes else TuningController(self._control)
-        # Key under which the setting of this model is stored for later jobs, on rank 0. None if nothing is stored.
+        # Key under which the setting of this model is stored for later jobs. None on other ranks than 0, and if nothing
+        # is stored.
         self._key: ShardsKey | None = None
         self._memory = SettingsMemory(settings.registry)
-        self._space: ShardSpace | None = None  # settings that the search may try, on rank 0
+        self._space: ShardSpace | None = None  # Settings that the search may try, on rank 0.
         self._step: ShardedStep | None = None
-        self._begun: Event = None  # begin of the step in progress
-        self._spans: list[tuple[Event, Event]] = []  # begin and end of steps that were not measured yet
-        self._is_first = False  # whether the step in progress is the first one with its setting
-        self._topology: str | None = None  # description of the network's topology; None until the search has begun
+        self._begun: Event = None  # Begin of the training step in progress.
+        self._spans: list[tuple[Event, Event]] = []  # Begin and end of each training step that was not measured yet.
+        self._is_first = False  # Whether the training step in progress is the first one with its setting.
+        self._topology: str | None = None  # Description of the network's topology. None until the search has begun.
         self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
         # Number of further steps in which the compression error must be measured.
         self._steps_to_measure = 0
@@ -245,7 +246,8 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         before, self.stays = self.stays, result.knobs
         if session.resumed and result.knobs == before:
             return
-        # Store the result, also over that of an earlier job, unless it is doubtful: then the next job searches again.
+        # Store the result, even over that of an earlier job. Do not store a doubtful result, so that the next job
+        # searches again.
         if self._key is not None and result.n_trials > 1 and not result.doubt:
             record = ShardsRecord(
                 key=self._key,
@@ -504,7 +506,7 @@ def measure_link(
         if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
             break
         if count != now:
-            with suppress(TransportError):  # all ranks raise this; the connections in use stay open
+            with suppress(TransportError):  # All ranks raise this error together. The connections in use stay open.
                 lanes.use(count)
                 span_s = took_s(lanes, whole_bytes)
                 rates[count] = whole_bytes / (span_s - min(latency_s, MOST_LATENCY * span_s))
