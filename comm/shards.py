@@ -700,9 +700,10 @@ class _Wholes:
             self._released[self._me][place] = self._ended[place]
 
     def next(self) -> torch.Tensor:
-        """Start the next all-gather, and return its shared memory, uint8.
+        """Start the next all-gather, and return the shared memory in which the host's ranks gather, uint8.
 
-        If `take` has returned None for this all-gather, the caller must call `end` later.
+        A rank that gathers into private memory, because `take` has returned None, must call `end` when it has read all
+        shards.
         """
         place = self.number % WHOLES
         self.number += 1

@@ -326,7 +326,7 @@ class UnitPipeline:
         """
         try:
             unit = self._in_flight[0]
-        except IndexError:  # No unit is in flight, because another thread is just launching one or has called `fail`.
+        except IndexError:  # Another thread is about to launch a unit, or has called `fail`, which ends all units.
             time.sleep(0)
             return
         reduction = unit.reduction

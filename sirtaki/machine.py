@@ -115,7 +115,7 @@ def explained(error: BaseException) -> str:
     """Return an error's text. If threads, processes or memory are exhausted, add the limits and the remedy."""
     text, number, limit = str(error), getattr(error, "errno", None), ""
     if "; the limit of " in text:
-        return text  # An earlier call has already added the limits to this text.
+        return text  # An earlier call of `explained` has already added the limits of this process to the error's text.
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(part in text for part in _OUT_OF_MEMORY):
         limit = f"the limit of memory is {memory_limits() or 'that of this host'}"
     elif number == errno.EAGAIN or "new thread" in text or "temporarily unavailable" in text:

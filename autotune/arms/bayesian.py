@@ -188,7 +188,7 @@ class _Surrogate(NamedTuple):
         best: measured setting with the smallest fitted mean.
         fitted_s: fitted mean of each measured setting, in seconds.
         candidates: unmeasured settings.
-        promises: promise (see `BayesianArm`) of each candidate, `(n_candidates,)`.
+        promises: expected gain of each candidate, divided by the relative time of its trial, `(n_candidates,)`.
     """
 
     model: GaussianProcess

@@ -204,7 +204,7 @@ class NameSlots:
             self._slots.move_to_end(name)
 
     def forget(self, name: str) -> None:
-        """Remove an operation name, so that another name can get its bit."""
+        """Remove an operation name, so that another name can get its bit in the negotiated bit vector."""
         if (slot := self._slots.pop(name, None)) is not None:
             heapq.heappush(self._free, slot[0])
 
@@ -680,7 +680,7 @@ class Rounds:
             work.finish(error)
 
     def _nccl_for(self, signature: Signature, works: Sequence[EagerWork], *, may_launch: bool) -> NcclRanks | None:
-        """Return the ranks whose NCCL communicator runs an operation. None = host memory is used.
+        """Return the ranks with an NCCL communicator that can run an operation. None = run it through host memory.
 
         The first call with `may_launch` opens the communicator, and is collective.
         """

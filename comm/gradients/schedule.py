@@ -318,9 +318,9 @@ class LaunchSchedule:
         return complete
 
     def reduced_with(self, index: int) -> list[int]:
-        """Return the parameters whose gradients lie only in buckets that also have elements of parameter `index`.
+        """Return the parameters whose gradients are reduced no later than that of parameter `index`.
 
-        Their gradients are reduced no later than that of parameter `index`.
+        Each bucket of their gradients also contains a part of the gradient of parameter `index`.
         """
         own = self.units_of[index]
         if own not in self._reduced_with:

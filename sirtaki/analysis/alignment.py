@@ -122,9 +122,9 @@ def align(recording: Recording) -> Alignment:
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
-    """Return the times of the units (buckets) that connect different clocks.
+    """Return the times of those units (buckets) that were all-reduced by ranks with different clocks.
 
-    The ranks that all-reduced such a unit have at least two different clocks.
+    They show how far the clocks differ, because all ranks end an all-reduce together.
     """
     found: defaultdict[UnitId, _ClockBarrier] = defaultdict(_ClockBarrier)
     for number, rank in recording.ranks.items():

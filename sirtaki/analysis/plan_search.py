@@ -223,8 +223,9 @@ class PlanSearch:
         )
 
     def planned(self, knobs: Knobs, *, whole: bool = False) -> JobModel:
-        """Return the smaller model of the job (`small`), or the complete job if `whole`, with these knobs (tuned
-        settings) and with the changes in `extras`.
+        """Return a model of the job with these knobs (tuned settings) and with the changes in `extras`.
+
+        It is derived from the smaller model `small`, or from that of the complete job if `whole`.
 
         Raises:
             PlanError: the boundaries of units (buckets) in the knobs do not fit the buffer.

@@ -597,8 +597,10 @@ def _block_name(name: str) -> str:
 
 
 def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
-    """Return the part sizes, in bytes of gradients, that are tried for the division of a compiled model, ascending.
-    Return none if no compiled backward pass is large enough.
+    """Return the sizes at which dividing a compiled backward pass may pay, in bytes of gradients, ascending.
+
+    A backward pass is divided into parts of this size, so that gradients of earlier parts are sent earlier. Return none
+    if no compiled backward pass is large enough.
 
     By theorem 1 of dPRO (Hu et al., 2022), two operators should be fused if sending the gradients of the first takes no
     longer than the time that fusion saves. Hence a size is tried only if sending the gradients of a part on an idle

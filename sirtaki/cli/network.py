@@ -297,7 +297,7 @@ def summarise(
     round_trip_s: float,
     model_bytes: float,
 ) -> NetworkReport:
-    """Combine measurements.
+    """Summarise the measurements of all rounds in a report of the network.
 
     Args:
         rounds: for each round and number of connections, one sample for each receiving host.

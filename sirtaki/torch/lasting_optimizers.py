@@ -87,9 +87,9 @@ class Distributed(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state.
+        """Load a state into this optimizer and into the wrapped one.
 
-        The wrapped optimizer shares the loaded state, because a learning rate scheduler may still use it.
+        A learning rate scheduler may still use the wrapped optimizer, so both share the loaded state.
         """
         super().load_state_dict(state_dict)
         self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state

@@ -457,11 +457,10 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Update the classes of units (kinds of gradients in a bucket). The tuner chooses a compressor for each class.
+        """Update which classes of units (buckets) exist, such as units of embeddings. Collective.
 
-        Collective.
-
-        If `first`, also detect which parameters are embeddings, from their gradients.
+        The tuner chooses a compressor for each class. If `first`, also detect from the gradients which parameters are
+        embeddings.
         """
         if first:
             self._embeddings = self._control.broadcast(embeddings_among(self._named))

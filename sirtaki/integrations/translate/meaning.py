@@ -161,9 +161,9 @@ class Training:
         return False
 
     def _is_made_later(self, made: cst.Call, call: cst.Call) -> bool:
-        """Return whether `made` creates an optimizer after the backward pass `call`.
+        """Return whether the call `made`, which creates an optimizer, runs only after the call `call` of `backward()`.
 
-        Both must be in the same function, and no loop may contain both.
+        This is known only if both are in the same function, and if no loop contains both.
         """
         source = self.source
         if source.function_of(made) != source.function_of(call) or source.line(made) <= source.line(call):

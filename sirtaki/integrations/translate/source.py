@@ -544,7 +544,10 @@ _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.GeneratorExp: ("elt",),
     cst.DictComp: ("value",),
 }
-"""{type of expression: attributes with the sub-expressions from which the expression gets its value or its elements}"""
+"""For each type of expression, the attributes that hold its operands.
+
+The value of the expression, or each of its elements, is the value of one of these operands.
+"""
 
 Key = TypeVar("Key")
 

@@ -1220,8 +1220,8 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # Send the new generation (set of ranks) to all agents if one of them may replace a lost driver (launcher
-        # process). Otherwise send it only to the agents of members.
+        # Agents of members need the new generation (set of ranks) to start it. Where an agent can replace a lost driver
+        # (launcher process), all agents need it.
         hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))

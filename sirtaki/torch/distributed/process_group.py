@@ -927,7 +927,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @cached_property
     def plain(self) -> dist.ProcessGroup:
-        """Return a `dist.ProcessGroup` over the same inner groups, whose collectives dispatch modes can record."""
+        """Return a `dist.ProcessGroup` with the same Gloo and NCCL groups.
+
+        PyTorch's dispatch modes can record its collectives, but not those of this class.
+        """
         plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # missing in PyTorch's stub
         types = dist.ProcessGroup.BackendType
         plain._register_backend(CPU, types.GLOO, self._inner)
