@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import griffe
@@ -27,19 +28,41 @@ from sirtaki.run.options import build_parser
 DOCS = Path(__file__).resolve().parent
 
 
+SETTING_GROUPS: Mapping[str, Sequence[str]] = {
+    "Tuning": ("tune", "warmup_iterations", "refine_until", "freeze_after"),
+    "Fix a setting": ("unit_bytes", "streams", "transport", "algorithm", "plan", "sparse"),
+    "Allow more settings": ("lossy", "fsdp_memory", "overlap_forward"),
+    "Results, logs and measurements": (
+        *("registry", "log_level", "log_time", "trial_log", "profile", "metrics", "timeline", "timeline_mark_cycles"),
+    ),
+    "Models and gradients": ("attach", "unused_as_none", "check_nan", "flight_entries"),
+    "Start, network and failures": (
+        *("gloo_interface", "control", "secret", "local_size", "start_timeout_s", "heartbeat_s"),
+        *("stall_check", "stall_warning_s", "stall_shutdown_s"),
+    ),
+    "Elastic jobs and checkpoints": ("checkpoint_dir", "checkpoint_s", "elastic_timeout_s"),
+}
+"""Fields of `Settings` that environment variables set, by the title of their table."""
+
+
 def settings_table() -> str:
-    """Return a table of the fields of `Settings` with their environment variables, Sirtaki's own first."""
+    """Return tables of the fields of `Settings` with their environment variables, Sirtaki's own first."""
     meanings, defaults = _attributes(Settings.__doc__ or ""), {field.name: field.default for field in fields(Settings)}
-    rows = []
-    for name in defaults:
+    if missing := {variable.field for variable in VARIABLES}.symmetric_difference(chain(*SETTING_GROUPS.values())):
+        raise ValueError(f"SETTING_GROUPS must name every setting once; it differs in {missing}")
+
+    def row(name: str) -> Sequence[str]:
         variables = [variable for variable in VARIABLES if variable.field == name][::-1]
-        if variables:
-            accepts = dict.fromkeys(variable.accepts for variable in variables)
-            default = defaults[name]
-            shown = _default(name, not default if all(map(_inverted, variables)) else default)
-            names = (f"`{variable.name}`{' (1 = not)' if _inverted(variable) else ''}" for variable in variables)
-            rows.append(("<br>".join(names), meanings[name].rstrip("."), "<br>".join(accepts), shown))
-    return _table(("variable", "meaning", "accepts", "default"), rows)
+        accepts = dict.fromkeys(variable.accepts for variable in variables)
+        default = defaults[name]
+        shown = _default(name, not default if all(map(_inverted, variables)) else default)
+        names = (f"`{variable.name}`{' (1 = off)' if _inverted(variable) else ''}" for variable in variables)
+        return "<br>".join(names), meanings[name].rstrip("."), "<br>".join(accepts), shown
+
+    titles = ("variable", "meaning", "accepts", "default")
+    return "\n\n".join(
+        f"**{what}**\n\n{_table(titles, list(map(row, names)))}" for what, names in SETTING_GROUPS.items()
+    )
 
 
 def without_effect_table() -> str:
@@ -96,6 +119,15 @@ def _package() -> griffe.Object:
     return package
 
 
+PUBLIC_PATHS = {
+    "sirtaki.integrations.lightning.SirtakiStrategy": "sirtaki.lightning.SirtakiStrategy",
+    "sirtaki.integrations.ray.executor.RayExecutor": "sirtaki.ray.RayExecutor",
+    "sirtaki.integrations.ray.train.SirtakiConfig": "sirtaki.ray.SirtakiConfig",
+    "sirtaki.integrations.ray.ray_logger.log": "sirtaki.ray.ray_logger.log",
+}
+"""Path from which users import an object, by the path of its source, for objects that are imported lazily."""
+
+
 def api(path: str) -> str:
     """Return the signature and the docstring of a public object, and of its members that have a docstring."""
     found = _package()[path.removeprefix("sirtaki.")]
@@ -103,13 +135,15 @@ def api(path: str) -> str:
     members = [m for m in found.members.values() if not (m.is_alias or m.name.startswith("_")) and m.docstring]
     if found.is_module:
         return "\n\n".join(api(f"{path}.{member.name}") for member in members)
-    parts = [f"### `{path}`"]
+    parts = [f"### `{PUBLIC_PATHS.get(path, path)}`"]
     if not found.is_attribute and (signature := found.signature(name=found.name)):
         parts.append(f"```python\n{_wrapped(signature)}\n```")
     if found.is_class and (bases := [f"`{base}`" for base in found.bases if not str(base).startswith("_")]):
         parts.append(f"Base: {', '.join(bases)}.")
     parts += _sections(found)
     if found.is_class:
+        if "__init__" in found.members:
+            parts += _sections(found.members["__init__"])[1:]  # without the first sentence, such as "Configure the …"
         for member in members:
             name = member.name if member.is_attribute else member.signature()
             parts += [f"**`{name}`**", *_sections(member)]

@@ -19,17 +19,19 @@ def train(state: hvd.elastic.TorchState, images: torch.Tensor, labels: torch.Ten
         loader = torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(images, labels), batch_size=BATCH_SIZE, sampler=state.sampler
         )
+        total_loss = torch.zeros(())
         # The sampler divides the rest of the epoch, so batches count from 0 also after a restore.
         for batch, (batch_images, batch_labels) in enumerate(loader):
             state.optimizer.zero_grad()
             loss = nn.functional.cross_entropy(state.model(batch_images), batch_labels)
             loss.backward()
             state.optimizer.step()
+            total_loss += loss.detach()
             state.sampler.record_batch(batch, BATCH_SIZE)
             if (batch + 1) % BATCHES_PER_COMMIT == 0:
                 state.commit()
         if len(loader):  # empty if the epoch's last batch was committed
-            mean_loss = hvd.allreduce(loss.detach(), name="loss")
+            mean_loss = hvd.allreduce(total_loss / len(loader), name="loss")
             if hvd.rank() == 0:
                 print(f"epoch {state.epoch + 1}: loss {mean_loss:.4f}", flush=True)
         state.epoch += 1

@@ -253,8 +253,10 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
 
 
 def rank_rows(recording: Recording) -> list[dict[str, Any]]:
-    """Return a table with one row per rank: mean seconds of a step, of each phase (such as forward), and of exposed
-    communication (waits of the training thread for gradients).
+    """Return a table with one row per rank: mean seconds of a step, of each phase (such as forward), of exposed
+    communication (waits of the training thread for reduced gradients), and of the rest of the step.
+
+    The rest is None if no operators were recorded, because the forward pass is unknown then.
     """
     rows, usual = list[dict[str, Any]](), recording.usual_iterations
     for number, rank in sorted(recording.ranks.items()):
@@ -265,7 +267,10 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
         step_s = mean(step.end_s - step.begin_s for step in steps) if steps else None
         phases_s = {f"{phase.value}_s": total_s[phase] / len(steps) if phase in total_s else None for phase in COLUMNS}
         exposed_s = mean(step.exposed_s for step in steps) if steps else None
-        rows.append({"rank": number, "step_s": step_s, **phases_s, "exposed_s": exposed_s})
+        row: dict[str, Any] = {"rank": number, "step_s": step_s, **phases_s, "exposed_s": exposed_s, "other_s": None}
+        if step_s is not None and exposed_s is not None and phases_s["forward_s"] is not None:
+            row["other_s"] = max(0.0, step_s - exposed_s - sum(part_s or 0.0 for part_s in phases_s.values()))
+        rows.append(row)
     return rows
 
 

@@ -18,14 +18,17 @@ from sirtaki.errors import SirtakiError
 # Commands by group: {title of the group: {name of the command: (its module, its line for `--help`)}}.
 GROUPS = {
     "jobs": {
-        "doctor": ("sirtaki.cli.doctor", "check this machine: ranks, transports, GPUs, MPI, and what is wrong"),
+        "doctor": (
+            "sirtaki.cli.doctor",
+            "check this machine: ranks, transports, GPUs, MPI, and problems with their remedies",
+        ),
         "top": ("sirtaki.cli.top", "show the jobs that are running on this machine, live"),
-        "profile": ("sirtaki.cli.profile", "run a job, and record operators, gradients and units on all ranks"),
+        "profile": ("sirtaki.cli.profile", "run a job, and record some of its training steps on all ranks"),
     },
     "recordings and trial logs": {
         "report": ("sirtaki.cli.report", "summarise a recording or a trial log, and write an HTML page"),
         "replay": ("sirtaki.cli.replay", "show the parts of a recorded step, and predict its time in other cases"),
-        "optimize": ("sirtaki.cli.optimize", "search a faster communication plan for a recorded job"),
+        "optimize": ("sirtaki.cli.optimize", "search for a faster communication plan for a recorded job"),
         "plan": ("sirtaki.cli.plan", "predict from a trial log how a job scales on other clusters"),
         "trace": ("sirtaki.cli.trace", "convert a recording for Perfetto, or for simulators that read Chakra traces"),
     },

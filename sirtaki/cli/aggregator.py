@@ -18,10 +18,18 @@ def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki aggregator` to the parser."""
     parser.add_argument("--port", type=int, default=9500, metavar="P", help="UDP port (9500)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this host only)")
-    parser.add_argument("--memory", type=memory_bytes, default="256M", metavar="BYTES", help="for all jobs (256M)")
-    parser.add_argument("--jobs", type=int, default=16, metavar="N", help="most jobs at once (16)")
-    parser.add_argument("--tables", action="store_true", help="add by tables, as the paper's switch does")
-    parser.add_argument("--status", metavar="HOST:PORT", help="print what the one there has counted, as JSON, and end")
+    parser.add_argument(
+        "--memory", type=memory_bytes, default="256M", metavar="BYTES", help="memory for the sums of all jobs (256M)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=16, metavar="N", help="largest number of jobs at the same time (16)"
+    )
+    parser.add_argument(
+        "--tables", action="store_true", help="add by lookup tables, as the switch of the Libra paper does"
+    )
+    parser.add_argument(
+        "--status", metavar="HOST:PORT", help="print the counters of the aggregator at that address as JSON, and exit"
+    )
 
 
 def main(options: Namespace) -> int:

@@ -67,7 +67,9 @@ class DoctorFinding(NamedTuple):
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki doctor` to the parser."""
     parser.add_argument(
-        "--script", metavar="FILE", help="also say whether SIRTAKI_ATTACH=auto would attach the models of this script"
+        "--script",
+        metavar="FILE",
+        help="also print whether SIRTAKI_ATTACH=auto would attach each model of a script, without running it",
     )
     network.configure(parser)
     add_formats(parser)

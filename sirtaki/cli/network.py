@@ -60,16 +60,18 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--network",
         action="store_true",
-        help="measure the network between the hosts of two or more ranks, and what several streams would gain",
+        help="measure the network between the hosts of two or more ranks, and the gain of several streams",
     )
-    parser.add_argument("--model-mb", type=positive, metavar="MB", help="megabytes of gradients (100); with --network")
+    parser.add_argument("--model-mb", type=positive, metavar="MB", help="with --network: megabytes of gradients (100)")
     parser.add_argument(
         "--compute-ms",
         type=positive,
         metavar="MS",
-        help="time of a training step on one rank alone; with --network also the gain of a step",
+        help="with --network: time of a training step on one rank alone, in ms, to predict the gain of a step",
     )
-    parser.add_argument("--rounds", type=whole(1), metavar="N", help=f"measurements ({ROUNDS}); with --network")
+    parser.add_argument(
+        "--rounds", type=whole(1), metavar="N", help=f"with --network: number of measurements ({ROUNDS})"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

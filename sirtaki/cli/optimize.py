@@ -59,18 +59,29 @@ The step time after such a change was not measured.
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki optimize` to the parser."""
     add_recording(parser)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the plan (DIR/{PLAN_FILE})")
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="PASS", help="also change what changes numbers: bf16"
+        "-o", "--output", type=Path, metavar="FILE", help=f"file to write the plan to (DIR/{PLAN_FILE})"
     )
     parser.add_argument(
-        "--limit-s", type=positive, default=SEARCH_LIMIT_S, metavar="S", help=f"search no longer ({SEARCH_LIMIT_S:g})"
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PASS",
+        help="also try a change that rounds gradients; the only one is bf16 (gradients are sent as bf16)",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=positive,
+        default=SEARCH_LIMIT_S,
+        metavar="S",
+        help=f"longest search in seconds ({SEARCH_LIMIT_S:g})",
     )
     parser.add_argument(
         "--memory-budget",
         type=memory_bytes,
         metavar="BYTES",
-        help="what a rank may hold, such as 6G; beyond it re-computation and accumulation are looked at",
+        help="largest memory of a rank, such as 6G. If the recorded peak is larger, propose re-computation or "
+        "accumulation",
     )
     add_formats(parser)
 

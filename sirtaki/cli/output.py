@@ -88,7 +88,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 def add_recording(parser: ArgumentParser) -> None:
     """Add the argument for the folder of a recording to the parser of a command. `read_recording` reads the folder."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder that `sirtaki profile` has written")
 
 
 def read_recording(options: Namespace) -> Recording:

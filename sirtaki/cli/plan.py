@@ -36,15 +36,37 @@ MAX_STREAMS = 24
 
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki plan` to the parser."""
-    parser.add_argument("log", type=Path, metavar="LOG", help="what a tuned job wrote to SIRTAKI_TRIAL_LOG")
-    parser.add_argument("--ranks", type=_counts, default=(2, 8, 64, 256), metavar="N,N", help="default: 2,8,64,256")
-    parser.add_argument("--link-gbit", type=float, metavar="G", help="rate of each rank's link")
-    parser.add_argument("--flow-gbit", type=float, metavar="G", help="what one flow gets of it (default: all)")
-    parser.add_argument("--hop-us", type=float, metavar="US", help="latency of a hop (default: as in LOG's job, or 20)")
     parser.add_argument(
-        "--measured-hop-us", type=float, default=20.0, metavar="US", help="that of LOG's job (default: 20)"
+        "log", type=Path, metavar="LOG", help="trial log of a tuned job (the file in SIRTAKI_TRIAL_LOG)"
     )
-    parser.add_argument("--measured-ranks", type=int, metavar="N", help="ranks of LOG's job (default: as in LOG)")
+    parser.add_argument(
+        "--ranks", type=_counts, default=(2, 8, 64, 256), metavar="N,N", help="numbers of ranks to predict (2,8,64,256)"
+    )
+    parser.add_argument(
+        "--link-gbit",
+        type=float,
+        metavar="G",
+        help="rate of each rank's link in Gbit/s (default: as measured in LOG's job)",
+    )
+    parser.add_argument(
+        "--flow-gbit", type=float, metavar="G", help="rate of one TCP connection in Gbit/s (default: the whole link)"
+    )
+    parser.add_argument(
+        "--hop-us",
+        type=float,
+        metavar="US",
+        help="latency in one direction, in µs (default: that of --measured-hop-us)",
+    )
+    parser.add_argument(
+        "--measured-hop-us",
+        type=float,
+        default=20.0,
+        metavar="US",
+        help="latency in one direction in LOG's job, in µs (20)",
+    )
+    parser.add_argument(
+        "--measured-ranks", type=int, metavar="N", help="number of ranks of LOG's job, if LOG does not contain it"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the expected scaling as one HTML page")
     add_formats(parser)
 

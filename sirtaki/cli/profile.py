@@ -12,11 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from sirtaki.analysis import recording as folders
 from sirtaki.analysis.alignment import align, headlines, rank_rows, write_trace
 from sirtaki.analysis.memory import highest_rank, peak_words
+from sirtaki.autotune.sharded import SHARDED_FILE
 from sirtaki.engine.settings import ProfileRequest
 from sirtaki.errors import ConfigError, RecordingError
 
@@ -37,20 +39,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         default=10,
         metavar="N",
-        help="how many are recorded, besides up to three with operators (%(default)s)",
+        help="training steps to record without operators; up to three more are recorded with operators (%(default)s)",
     )
-    parser.add_argument("--units-only", action="store_true", help="gradients and units, no operators: costs less")
     parser.add_argument(
-        "--edges", action="store_true", help="also find out what operators read, for `sirtaki trace --chakra`"
+        "--units-only", action="store_true", help="record gradients and units only, no operators; slows the job less"
     )
-    parser.add_argument("--overwrite", action="store_true", help="a recording in that folder may go")
-    parser.add_argument("--show", metavar="DIR", help="show a recording that is there, and run nothing")
+    parser.add_argument(
+        "--edges",
+        action="store_true",
+        help="also record which operators read which results, for `sirtaki trace --chakra`",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a recording in the folder")
+    parser.add_argument("--show", metavar="DIR", help="print the summary of an existing recording; runs no job")
     add_formats(parser)
     parser.add_argument(
         "job",
         metavar="COMMAND",
         nargs=argparse.REMAINDER,
-        help="what starts the job: sirtakirun, torchrun, srun, mpiexec or python",
+        help="command that starts the job: sirtakirun, torchrun, srun, mpiexec or python, with its arguments",
     )
 
 
@@ -84,13 +90,22 @@ def main(options: argparse.Namespace) -> int:
         )
     folder = Path(options.output).absolute()
     _prepare(folder, overwrite=options.overwrite)
+    began_s = time.time()
     exit_code = _run(options.job, folder, options)
+    sharded = folder / SHARDED_FILE
+    if not folders.holds_recording(folder) and sharded.exists() and sharded.stat().st_mtime >= began_s - 1:
+        print(
+            f"\n{folder}\nThe job trains FSDP2 models, of which only the trace of one step is recorded. To see what "
+            f"more memory would gain, run: sirtaki optimize {shlex.quote(str(folder))}"
+        )
+        return exit_code
     if not folders.holds_recording(folder):
         raise RecordingError(
             f"nothing was recorded: the job has failed (exit code {exit_code})"
             if exit_code
             else "nothing was recorded: no gradients of several ranks were reduced by DistributedOptimizer or "
-            "ddp.attach(), or the job ended during the warm-up (SIRTAKI_WARMUP_ITERATIONS=0 omits the warm-up)"
+            "ddp.attach() (FSDP2 models are not recorded), or the job ended during the warm-up "
+            "(SIRTAKI_WARMUP_ITERATIONS=0 omits the warm-up)"
         )
     if not (options.json or options.csv):
         print(f"\n{folder}", flush=True)
@@ -122,7 +137,10 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     print_table([title.removesuffix("_s") for title in rows[0]], cells)
     if len(rows) > MOST_RANKS:
         print(f"and {len(rows) - MOST_RANKS} more")
-    print("Times are means in ms. The column `exposed` is communication time that does not overlap with computation.")
+    print(
+        "Times are means in ms. The column `exposed` is communication time that does not overlap with computation, "
+        "`other` is the rest of the step."
+    )
     if any(rank.memory is not None for rank in recording.ranks.values()):
         rank, replay = highest_rank(recording)
         print(peak_words(rank, replay, replay.peak()))

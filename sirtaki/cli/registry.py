@@ -31,35 +31,51 @@ DAY_S = 24 * 3600.0
 def configure(parser: ArgumentParser) -> None:
     """Add the sub-commands of `sirtaki registry`, such as `list`, and their options to the parser."""
     parser.add_argument(
-        "--registry", metavar="URL", help="file or database (default: SIRTAKI_REGISTRY, else the user's)"
+        "--registry",
+        metavar="URL",
+        help="file or database URL (default: SIRTAKI_REGISTRY, or ~/.cache/sirtaki/registry.db)",
     )
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    listing = commands.add_parser("list", help="all entries, newest first")
-    show = commands.add_parser("show", help="one entry with its knobs and where it comes from, or one of the others")
-    rows = commands.add_parser("rows", help="which way rows of sparse gradients went fastest, newest first")
-    shards = commands.add_parser("shards", help="how shards of sharded training travelled fastest, newest first")
-    similar = commands.add_parser("similar", help="the entries nearest to one")
-    similar.add_argument("-k", type=whole(1), default=5, metavar="N", help="at most so many (default: 5)")
+    listing = commands.add_parser("list", help="list the stored settings of jobs, newest first")
+    show = commands.add_parser("show", help="print one entry of any kind: its setting, times and origin")
+    rows = commands.add_parser("rows", help="list the fastest algorithms for sparse gradients, newest first")
+    shards = commands.add_parser("shards", help="list the stored settings of FSDP2 jobs, newest first")
+    similar = commands.add_parser("similar", help="list the stored jobs that are most similar to one")
+    similar.add_argument("-k", type=whole(1), default=5, metavar="N", help="largest number of entries to print (5)")
     similar.add_argument(
-        "--max-distance", type=float, default=0.6, metavar="D", help="from 0, the same, to 1 (default: 0.6)"
+        "--max-distance",
+        type=float,
+        default=0.6,
+        metavar="D",
+        help="largest distance to print, from 0 (identical) to 1 (nothing in common); default 0.6",
     )
-    similar.add_argument("--plot", type=Path, metavar="FILE", help="picture of its model and the nearest one's")
-    export = commands.add_parser("export", help="write all that is remembered to a file, for `import` elsewhere")
-    export.add_argument("ids", nargs="*", metavar="ID", help="which (default: all)")
-    export.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to (default: standard output)")
+    similar.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the graphs of its model and of the most similar one"
+    )
+    export = commands.add_parser("export", help="write entries of all kinds to a file, for `import` elsewhere")
+    export.add_argument(
+        "ids", nargs="*", metavar="ID", help="entries to export, by the beginning of their ids (default: all)"
+    )
+    export.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
     importing = commands.add_parser(
         "import",
-        help="check what is in a file and keep entries that are not worse than ours, and all else that is newer",
+        help="add the entries of an exported file, after checks. Of two entries for one job the faster one is kept, "
+        "otherwise the newer one",
     )
-    importing.add_argument("file", metavar="FILE", help="what `export` wrote; - is standard input")
-    prune = commands.add_parser("prune", help="remove what is old")
-    prune.add_argument("--older-than", type=positive, metavar="DAYS", help="those made longer ago")
-    prune.add_argument("--keep", type=whole(0), metavar="N", help="all but the newest N of each")
-    forget = commands.add_parser("forget", help="remove one entry, way of rows or setting of sharded training")
+    importing.add_argument("file", metavar="FILE", help="file that `export` has written; - is standard input")
+    prune = commands.add_parser("prune", help="remove old entries")
+    prune.add_argument("--older-than", type=positive, metavar="DAYS", help="remove entries that are older than this")
+    prune.add_argument(
+        "--keep",
+        type=whole(0),
+        metavar="N",
+        help="remove all but the newest N entries of each kind (list, rows, shards)",
+    )
+    forget = commands.add_parser("forget", help="remove one entry of any kind")
     every = "`list`, `rows` or `shards`"
     for command, lists in ((show, every), (similar, "`list`"), (forget, every)):
-        command.add_argument("id", metavar="ID", help=f"the beginning of its id, as {lists} shows it")
+        command.add_argument("id", metavar="ID", help=f"the beginning of the entry's id, which {lists} prints")
     for command in (listing, rows, shards, show, similar, importing, prune, forget):
         add_formats(command)
 
@@ -113,7 +129,7 @@ def _list(store: Store, options: Namespace) -> None:
     ]
     unused = [title for title in ("fixed by the user", "communication took") if not any(row[title] for row in rows)]
     rows = [{title: text for title, text in row.items() if title not in unused} for row in rows]
-    _show_rows(options, rows, [asdict(summary) for summary in summaries], "nothing is remembered yet")
+    _show_rows(options, rows, [asdict(summary) for summary in summaries], "the registry has no entries of jobs yet")
 
 
 def _rows(store: Store, options: Namespace) -> None:
@@ -121,15 +137,15 @@ def _rows(store: Store, options: Namespace) -> None:
         return {
             "parameter": way.name,
             "rows": str(way.key.n_rows),
-            "bytes of one": str(way.key.row_bytes),
+            "bytes per row": str(way.key.row_bytes),
             "ranks": str(way.key.ranks),
-            "touched": f"{way.skew.union / way.key.n_rows:.2%}",
-            "1 % of these are": f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of touches",
-            "way": _words(way),
-            "hot": str(way.n_hot or ""),
+            "accessed": f"{way.skew.union / way.key.n_rows:.2%}",
+            "top 1 % of these": f"{way.skew.covered(max(1, way.skew.curve[-1][0] // 100)):.0%} of accesses",
+            "algorithm": _words(way),
+            "frequent rows": str(way.n_hot or ""),
         }
 
-    _show_records(options, store.all(RowsRecord), row, "no ways of rows are remembered yet")
+    _show_records(options, store.all(RowsRecord), row, "the registry has no algorithms for sparse gradients yet")
 
 
 def _shards(store: Store, options: Namespace) -> None:
@@ -138,13 +154,13 @@ def _shards(store: Store, options: Namespace) -> None:
             "model": way.key.model[:8],
             "modules": str(way.modules),
             "ranks": str(way.key.ranks),
-            "by": way.key.transport,
+            "transport": way.key.transport,
             "memory allowed": f"{way.memory_bytes / 1e6:.0f} MB",
             "setting": _setting(way),
-            "faster than untuned": f"{way.gain:.0%}" if way.gain else "nothing was",
+            "faster than untuned": f"{way.gain:.0%}" if way.gain else "no setting",
         }
 
-    _show_records(options, store.all(ShardsRecord), row, "no settings of sharded training are remembered yet")
+    _show_records(options, store.all(ShardsRecord), row, "the registry has no settings of FSDP2 jobs yet")
 
 
 _R = TypeVar("_R", bound=StoredSetting)
@@ -172,12 +188,14 @@ def _rows_facts(way: RowsRecord) -> Mapping[str, str]:
     return {
         "parameter": f"{way.name}: {key.n_rows} rows of {key.row_bytes} bytes, {key.dtype}, on {key.ranks} ranks",
         "cluster": key.topology,
-        "touched": f"{way.skew.union:.0f} rows in an iteration, {way.skew.touched:.0f} counted for each rank",
+        "accessed": f"{way.skew.union:.0f} rows in an iteration; {way.skew.touched:.0f} as the sum over ranks",
         "coverage": ", ".join(f"{rows}: {part:.0%}" for rows, part in way.skew.curve),
         "fixed by the user": _pairs(key.fixed.items()) or "nothing",
         "aggregator": "there" if key.aggregator else "none",
-        "way": f"{_words(way)}, {way.n_hot} hot rows" if way.n_hot else _words(way),
-        "took": f"{1e3 * way.span_s:.3f} ms" if way.span_s else "was not timed: no other was worth a trial",
+        "algorithm": f"{_words(way)}, {way.n_hot} frequent rows" if way.n_hot else _words(way),
+        "took": f"{1e3 * way.span_s:.3f} ms"
+        if way.span_s
+        else "not timed, because no other algorithm was worth a trial",
         "made": local_time(way.created_s),
     }
 
@@ -187,7 +205,7 @@ def _shards_facts(way: ShardsRecord) -> Mapping[str, str]:
     return {
         "model": f"{way.modules} sharded modules on {key.ranks} ranks, {key.model}",
         "cluster": key.topology,
-        "carried by": key.transport,
+        "transport": key.transport,
         "memory allowed": f"{way.memory_bytes} bytes above untuned training",
         "fixed by the user": _pairs(key.fixed.items()) or "nothing",
         "setting": _setting(way),
@@ -208,7 +226,7 @@ def _job_facts(entry: JobRecord) -> Mapping[str, str]:
         "cluster": "; ".join([entry.topology.describe(), *known, key.topology]),
         "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
         "elements": f"{key.dtype} on {key.device}",
-        "gradients": key.gradients or "not noted",
+        "gradients": key.gradients or "unknown",
         "fixed by the user": _pairs(key.fixed.items()) or "nothing",
         "communication took": f"{key.condition or '1×'} its usual time",
         "knobs": _pairs((name, value) for name, value in knobs.items() if value is not None),
@@ -405,4 +423,4 @@ def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:
 
 
 def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none noted"
+    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown"

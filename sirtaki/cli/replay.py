@@ -53,22 +53,28 @@ ELSEWHERE = (
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki replay` to the parser."""
     add_recording(parser)
-    parser.add_argument("--ranks", type=whole(1), metavar="N", help="ask `sirtaki plan` instead")
-    parser.add_argument("--link-gbit", type=positive, metavar="G", help="ask `sirtaki plan` instead")
-    parser.add_argument("--unit-mib", type=positive, metavar="M", help="units of another size")
-    parser.add_argument("--streams", type=whole(1), metavar="N", help="another number of streams")
+    parser.add_argument("--ranks", type=whole(1), metavar="N", help="refused: `sirtaki plan` answers this question")
+    parser.add_argument("--link-gbit", type=positive, metavar="G", help="refused: `sirtaki plan` answers this question")
+    parser.add_argument("--unit-mib", type=positive, metavar="M", help="predict the step with units of M MiB")
+    parser.add_argument("--streams", type=whole(1), metavar="N", help="predict the step with N streams")
     parser.add_argument(
-        "--transport", choices=[kind.value for kind in TransportKind], help="another transport, if it was probed"
+        "--transport",
+        choices=[kind.value for kind in TransportKind],
+        help="predict the step over another transport, if the tuning phase has measured that transport",
     )
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="units as in this plan, a JSON file")
-    parser.add_argument("--no-straggler", action="store_true", help="no rank slower than the median one")
-    parser.add_argument("--loader-times", type=positive, metavar="F", help="a data loader F times as fast")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="predict the step with the units of a plan file")
+    parser.add_argument(
+        "--no-straggler", action="store_true", help="predict the step if no rank were slower than the median rank"
+    )
+    parser.add_argument(
+        "--loader-times", type=positive, metavar="F", help="predict the step with a data loader F times as fast"
+    )
     parser.add_argument(
         "--batches",
         type=positive,
         nargs="+",
         metavar="F",
-        help="what the throughput would be with batches F times as large; beside other options, with what they change",
+        help="predict the throughput with batches F times as large. Can be combined with the other options",
     )
     add_formats(parser)
 

@@ -38,6 +38,14 @@ def summary(log: TrialLog) -> Iterator[str]:
     """
     kept = log.outcome
     yield f"{counted(len(log.measurements), 'measurement')} in {counted(log.last_iteration, 'training iteration')}."
+    if log.result is None:
+        yield "The log ends before the tuning phase does, so no setting was kept."
+        proposer = "" if kept.arm == DEFAULT_ARM else f", proposed by {kept.arm}; it was not proved to be faster"
+        yield f"The best setting so far: {kept.knobs.describe()}{proposer}."
+        default = "" if kept.default_span_s is None else f", and {in_ms(kept.default_span_s)} with the default"
+        yield f"Communication took {in_ms(kept.span_s)} with it{default}."
+        yield from _bound(log)
+        return
     if kept.arm == DEFAULT_ARM:
         yield f"Kept: the default, {kept.knobs.describe()}."
     else:
@@ -412,10 +420,14 @@ def configure(parser: ArgumentParser) -> None:
         "log",
         type=Path,
         metavar="DIR_OR_LOG",
-        help="what `sirtaki profile` has recorded, or what a job wrote to SIRTAKI_TRIAL_LOG",
+        help="folder of `sirtaki profile`, or trial log of a tuned job (the file in SIRTAKI_TRIAL_LOG)",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the page (default: DIR/report.html, or LOG with .html)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="HTML page to write (default: DIR/report.html, or LOG with .html)",
     )
     add_formats(parser)
 

@@ -18,8 +18,8 @@ COLUMNS = ("job", "rank", "running\nfor", "iteration", "step", "commu-\nnication
 
 def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki top` to the parser."""
-    parser.add_argument("--once", action="store_true", help="show them once, and end")
-    parser.add_argument("--every", type=positive, default=2.0, metavar="S", help="seconds between two looks (2)")
+    parser.add_argument("--once", action="store_true", help="print the table once, and exit")
+    parser.add_argument("--every", type=positive, default=2.0, metavar="S", help="refresh interval in seconds (2)")
     add_formats(parser)
 
 

@@ -13,8 +13,10 @@ def configure(parser: ArgumentParser) -> None:
     """Add the options of `sirtaki translate` to the parser."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script for PyTorch")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--write", action="store_true", help="change the script; otherwise changes are only shown")
-    where.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the changed script there")
+    where.add_argument(
+        "--write", action="store_true", help="change the script in place. Without it, the changes are only printed"
+    )
+    where.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write the changed script to")
 
 
 def main(options: Namespace) -> int:

@@ -188,29 +188,32 @@ class Settings:
     """All settings of one process. None means "not set": the value is tuned or chosen. A time limit of None never ends.
 
     Attributes:
-        tune: search for a faster setting in the first iterations. If False, the default setting is used, with the
-            values that other fields fix.
+        tune: search for a faster setting in the first iterations. With 0, the untuned default runs, with the values
+            that other variables fix.
         warmup_iterations: number of training iterations in which settings may be tried. The comparison that proves the
-            result takes as many more as it needs, at most 1.5 times this number.
+            result takes as many more as it needs, at most 1.5 times this number. 0 = no tuning.
         refine_until: number of training iterations after the warm-up in which the job tries more settings, at growing
             intervals, and changes to faster ones. 0 = none. Rank 0's value applies to all ranks.
         freeze_after: training iteration from which no other setting is tried after the warm-up, not even if the network
             changes, so that gradients are summed in the same order from then on. Rank 0's value applies to all ranks.
         plan: plan file of `sirtaki optimize` (which gradients each unit has), or its folder. The warm-up tries the plan
             first. Without tuning, the plan is used. Rank 0's value applies to all ranks.
-        unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer).
-        streams: fixed number of concurrent all-reduces. Each stream has its own communicator.
-        transport: fixed transport of the units.
-        algorithm: fixed algorithm, flat or hierarchical.
+        unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer). Tuned if not
+            set.
+        streams: fixed number of concurrent all-reduces. Each stream has its own communicator. Tuned if not set.
+        transport: fixed transport of the units. Tuned if not set.
+        algorithm: fixed algorithm: flat is one all-reduce over all ranks, hierarchical reduces within each node first.
+            Tuned if not set.
         lossy: compressors that the tuner may try. It keeps them only if they are proved faster. Rank 0's value applies
             to all ranks.
-        sparse: fixed algorithm for the rows of sparse gradients. Rank 0's value applies to all ranks.
+        sparse: algorithm for the rows of sparse gradients, or auto. Rank 0's value applies to all ranks.
         local_size: number of consecutive ranks per simulated node, to try hierarchical reduction on one machine.
         gloo_interface: network interface for Gloo's connections, or several, comma-separated.
-        control: fixed backend of the control plane, which sends all messages except gradients.
+        control: backend of all messages between ranks except gradients: MPI, or direct connections (mesh).
         secret: secret of the job, with which ranks that connect without MPI authenticate. Launchers set it. Otherwise
             rank 0 generates one.
-        heartbeat_s: seconds without a message after which a rank counts as dead (over MPI: a host).
+        heartbeat_s: seconds without a message after which a rank counts as lost (over MPI: a host). A stopped process,
+            or code that holds Python's interpreter lock, sends no message.
         start_timeout_s: seconds that ranks wait for each other at the start, in jobs without MPI.
         elastic_timeout_s: seconds that a rank of an elastic job waits for the minimum number of ranks.
         checkpoint_dir: folder for checkpoints of `hvd.elastic` states. The same command resumes from it. All hosts
@@ -218,21 +221,20 @@ class Settings:
         checkpoint_s: minimum seconds between two checkpoints.
         stall_check: detect missing ranks.
         stall_warning_s: seconds after which a warning names missing ranks.
-        stall_shutdown_s: seconds after which missing ranks are an error. If it is not set, a job that `attach()` makes
-            from a PyTorch process group uses the group's current timeout, as a function.
-        trial_log: file for one JSON line per trial.
+        stall_shutdown_s: seconds after which missing ranks are an error. If it is not set, models that are attached to
+            a PyTorch process group use that group's `timeout`.
+        trial_log: file for one JSON line per trial, on rank 0's host. It is not written for FSDP2 models.
         metrics: port, or address and port, of the Prometheus endpoint of local rank 0. The next local rank uses the
             next port.
         registry: store of results: a database URL, a file, or "off". Default: a file in the user's cache.
         unused_as_none: a gradient that no rank has becomes None (as in PyTorch) instead of zeros (as in Horovod).
         overlap_forward: distributed optimizers update each parameter in the next forward pass, before it is read.
             "check" also verifies every read.
-        attach: whether Sirtaki attaches models without a call in the script, after their first step. auto and 1 are
-            true: DDP models over the backend "sirtaki". 0 is false: none. `sirtaki.attach` reads the variable itself;
-            with auto, it attaches DDP and FSDP2 models over any backend.
+        attach: models that Sirtaki attaches without a call in the script, after their first step. auto: DDP and FSDP2
+            models over any backend. 1: only DDP models over the backend "sirtaki". 0: none.
         flight_entries: capacity of PyTorch's flight recorder. If set, the recorder also has an entry for each large
             tensor over the backend "sirtaki".
-        fsdp_memory: bytes of memory that FSDP with tuned settings may use above the peak of untuned FSDP.
+        fsdp_memory: bytes per rank that tuned settings of FSDP2 may use above the peak of the untuned setting.
         check_nan: report the rank, parameter and iteration of the first NaN or infinity.
         timeline: file for a Chrome trace. "DYNAMIC": no trace until `start_timeline` opens one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
@@ -284,6 +286,7 @@ class Settings:
         False, SIRTAKI_UNUSED=(_one_of({"zeros": False, "none": True}), "zeros (as Horovod) or none (as PyTorch)")
     )
     overlap_forward: Overlap = _set_by(Overlap.OFF, SIRTAKI_OVERLAP_FORWARD=_OVERLAP)
+    # True for auto, too, because `sirtaki.attach` reads that value itself.
     attach: bool = _set_by(True, SIRTAKI_ATTACH=(_one_of(_FLAGS | {"auto": True}), "auto, 1 or 0"))
     flight_entries: int = _set_by(0, TORCH_NCCL_TRACE_BUFFER_SIZE=_FROM_ZERO, TORCH_FR_BUFFER_SIZE=_FROM_ZERO)
     fsdp_memory: int = _set_by(0, SIRTAKI_FSDP_MEMORY=_SIZE)

@@ -127,28 +127,38 @@ RANK_SETTINGS = (
     RankSetting("--no-autotune", "SIRTAKI_TUNE", "do not tune", "0"),
     RankSetting("--attach", "SIRTAKI_ATTACH", "attach the DDP and FSDP2 models of an unmodified script", "auto"),
     RankSetting("--no-attach", "SIRTAKI_ATTACH", 'attach no model, also over the backend "sirtaki"', "0"),
-    RankSetting("--autotune-log-file", "SIRTAKI_TRIAL_LOG", "a line for each trial", metavar="FILE"),
-    RankSetting("--fusion-threshold-mb", "SIRTAKI_UNIT_BYTES", "fixes the unit size", metavar="MB"),
-    RankSetting("--num-nccl-streams", "SIRTAKI_STREAMS", "fixes the number of streams", metavar="N"),
-    RankSetting("--hierarchical-allreduce", "SIRTAKI_ALGORITHM", "inside a node first", "hierarchical"),
-    RankSetting("--no-hierarchical-allreduce", "SIRTAKI_ALGORITHM", "all ranks alike", "flat"),
+    RankSetting("--autotune-log-file", "SIRTAKI_TRIAL_LOG", "file for one line per trial", metavar="FILE"),
+    RankSetting("--fusion-threshold-mb", "SIRTAKI_UNIT_BYTES", "fix the size of a unit (bucket)", metavar="MB"),
+    RankSetting("--num-nccl-streams", "SIRTAKI_STREAMS", "fix the number of streams", metavar="N"),
+    RankSetting(
+        "--hierarchical-allreduce",
+        "SIRTAKI_ALGORITHM",
+        "reduce within each node first, then between nodes",
+        "hierarchical",
+    ),
+    RankSetting("--no-hierarchical-allreduce", "SIRTAKI_ALGORITHM", "one all-reduce over all ranks", "flat"),
     RankSetting("--timeline-filename", "HOROVOD_TIMELINE", "Chrome trace of all ranks", metavar="FILE"),
-    RankSetting("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "mark negotiation rounds in it", "1"),
-    RankSetting("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "do not watch for ranks that do not come", "1"),
+    RankSetting("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "mark negotiation rounds in the trace", "1"),
+    RankSetting("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "do not report missing ranks", "1"),
     RankSetting(
         "--stall-check-warning-time-seconds",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        "until missing ranks are named (60)",
+        "seconds after which a warning names missing ranks (60)",
         metavar="S",
     ),
     RankSetting(
         "--stall-check-shutdown-time-seconds",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        "until they are an error (600; 0 = never)",
+        "seconds after which missing ranks are an error (600; 0 = never)",
         metavar="S",
     ),
-    RankSetting("--log-level", "SIRTAKI_LOG_LEVEL", "trace, debug, info, warning, error, fatal", metavar="LEVEL"),
-    RankSetting("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", "log lines without the time", "1"),
+    RankSetting(
+        "--log-level",
+        "SIRTAKI_LOG_LEVEL",
+        "level of the log: trace, debug, info, warning, error or fatal",
+        metavar="LEVEL",
+    ),
+    RankSetting("--log-without-timestamp", "HOROVOD_LOG_HIDE_TIME", "omit the time from log lines", "1"),
     RankSetting("--cycle-time-ms", "HOROVOD_CYCLE_TIME"),
     RankSetting("--cache-capacity", "HOROVOD_CACHE_CAPACITY"),
     RankSetting("--hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", constant="1"),
@@ -239,10 +249,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=f"sirtakirun {sirtaki.__version__}")
-    add("-cb", "--check-build", action="store_true", help="print what is available here (as `sirtaki doctor`) and exit")
+    add("-cb", "--check-build", action="store_true", help="check the installation (as `sirtaki doctor`) and exit")
     add("-np", "--num-proc", dest="ranks", type=_positive, metavar="N", help="number of ranks")
     add("--as-horovod", action="store_true", help="`import horovod` imports Sirtaki in the ranks")
-    add("-x", action="append", default=[], dest="exported", metavar="VAR[=VALUE]", help="variable for all ranks")
+    add(
+        "-x",
+        action="append",
+        default=[],
+        dest="exported",
+        metavar="VAR[=VALUE]",
+        help="pass an environment variable to all ranks",
+    )
     add("--config-file", metavar="FILE", help="options from a YAML, TOML or JSON file; the command line has priority")
     add(
         "--start-timeout",
@@ -251,8 +268,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds without progress after which the start fails (60, more with many ranks per core)",
     )
     add = parser.add_argument_group("hosts and network").add_argument
-    add("-H", "--hosts", metavar="LIST", help="host1:slots,host2:slots")
-    add("-hostfile", "--hostfile", metavar="FILE", help="one host per line: name slots=4")
+    add("-H", "--hosts", metavar="LIST", help="hosts and their slots: host1:slots,host2:slots")
+    add("-hostfile", "--hostfile", metavar="FILE", help="file with one host per line: name slots=4")
     add(
         "--network-interfaces",
         "--network-interface",
@@ -261,7 +278,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="network interfaces to use, such as eth0,eth1",
     )
-    add("--tcp", action="store_true", help="only TCP between hosts")
+    add("--tcp", action="store_true", help="let MPI use only TCP between hosts")
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     add("--mpi-args", default="", metavar="ARGS", help="further arguments for mpiexec, as one quoted word")
@@ -305,15 +322,15 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         dest="min_ranks",
         type=_positive,
         metavar="N",
-        help="minimum number of ranks to continue with (-np)",
+        help="minimum number of ranks to continue with (default: the value of -np)",
     )
     add("--max-np", "--max-num-proc", dest="max_ranks", type=_positive, metavar="N", help="maximum number of ranks")
     add(
         "--host-discovery-script",
         metavar="FILE",
-        help="prints the available hosts, name or name:slots; run every second",
+        help="program that prints the available hosts, one per line, as name or name:slots; run every second",
     )
-    add("--slots-per-host", type=_positive, metavar="N", help="slots of hosts without a number (1)")
+    add("--slots-per-host", type=_positive, metavar="N", help="number of slots of hosts for which none is given (1)")
     add("--elastic-timeout", type=_seconds, metavar="S", help="seconds to wait for enough ranks (600)")
     add("--reset-limit", type=int, metavar="N", help="end the job instead of resetting it more than N times")
     add(
@@ -340,7 +357,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         "--agent-command",
         default="",
         metavar="COMMAND",
-        help="starts the agent on a host instead of ssh or srun: 'kubectl exec -i {host} -- {command}'",
+        help="command that starts the agent on a host, instead of ssh or srun: 'kubectl exec -i {host} -- {command}'",
     )
 
 

@@ -69,8 +69,8 @@ def test_rows_shows_which_way_rows_went_where_they_were_touched_how(run: Run, st
     assert run("rows") == ""
     store.put(make_way())
     titles, line = run("rows").splitlines()
-    assert re.split(" {2,}", titles.strip())[-3:] == ["way", "hot", "made"]
-    shown = [make_way().id[:8], "table.weight", "1000", "64", "4", "15.00%", "34% of touches", "hot_cold, owner", "30"]
+    assert re.split(" {2,}", titles.strip())[-3:] == ["algorithm", "frequent rows", "made"]
+    shown = [make_way().id[:8], "table.weight", "1000", "64", "4", "15.00%", "34% of accesses", "hot_cold, owner", "30"]
     assert re.split(" {2,}", line.strip())[:-1] == shown
     assert json.loads(run("rows", "--json")) == [{"id": make_way().id, **make_way().to_json()}]
 

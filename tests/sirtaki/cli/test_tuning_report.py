@@ -71,10 +71,24 @@ def test_the_terminal_shows_the_same_facts_as_the_page(log_of, tmp_path, capsys)
 
 
 def test_a_kept_default_is_reported_without_a_comparison(log_of, tmp_path, capsys):
-    assert main(["report", str(log_of(JOB[0])), "-o", str(tmp_path / "page.html")]) == 0
+    stayed = RESULT | {"arm": "default", "knobs": knobs(25 * 1024).to_json(), "best_span_s": 0.2, "tuned": False}
+    assert main(["report", str(log_of(JOB[0], stayed)), "-o", str(tmp_path / "page.html")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Kept: the default, gloo flat, " in said
     assert "by default (" not in said
+
+
+def test_a_log_that_ends_before_the_tuning_phase_has_kept_nothing(log_of, tmp_path, capsys):
+    for length, best in (
+        (1, "gloo flat, 25 MiB units, 1 stream. "),
+        (4, "gloo flat, 512 KiB units, 4 streams, proposed by grid; "),
+    ):
+        assert main(["report", str(log_of(*JOB[:length])), "-o", str(tmp_path / "page.html")]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "The log ends before the tuning phase does, so no setting was kept." in said
+        assert f"The best setting so far: {best}" in said
+        assert "Kept: " not in said
+        assert "× faster" not in said
 
 
 def test_with_the_jobs_model_the_lower_bound_is_drawn_and_reported(log_of):
