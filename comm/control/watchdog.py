@@ -46,7 +46,7 @@ class Tag(IntEnum):
     """Report of what the sender has waited for, once its wait is long. If sender and receiver wait for each other, the
     receiver stops its own wait to end the deadlock."""
     OWN_TIME = 8
-    """The sender reports to rank 0 the seconds per iteration in which it does not wait for other ranks."""
+    """Report to rank 0: the seconds of an iteration in which the sending rank did not wait for other ranks."""
 
 
 class MessageBoard:
@@ -236,7 +236,7 @@ class Watchdog:
         self.failures.run_wait_callback()
 
     def _read_messages(self) -> None:
-        """Read messages, and answer questions."""
+        """Read the messages of other ranks, and tell those that ask which line of the script this rank runs."""
         courier = self._courier
         for rank, _ in courier.receive(Tag.WHERE):
             courier.send(rank, Tag.HERE, self.describe() or "runs no line of its script")

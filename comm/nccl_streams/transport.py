@@ -995,8 +995,8 @@ def find_nccl(
         device: GPU of this rank.
         forced: True if the user has asked for NCCL. NCCL is then tried even if ranks share a GPU.
         timeout_s: seconds after which an NCCL operation without progress fails.
-        user: name of the operations that will use NCCL, for the log. Other operations than gradients use NCCL only if
-            several communicators can run at the same time.
+        user: name of the operations that will use NCCL, for the log. If it is not `GRADIENTS`, return None where two
+            communicators cannot run at the same time, because gradients already use one.
     """
     own = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
     gpus: list[str] = control.all_gather(own)

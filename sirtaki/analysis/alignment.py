@@ -143,8 +143,10 @@ def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> fl
 
 
 def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, float]:
-    """Return rough offsets of clocks to the reference clock. The offset between two clocks is the median difference
-    between the completion times of units (buckets) that ranks with these clocks reduced together.
+    """Return rough offsets of clocks to the reference clock, in seconds.
+
+    Two ranks end the all-reduce of a unit (bucket) at nearly the same moment. Hence the offset of their clocks is
+    the median difference of the times that both recorded for these ends.
     """
     apart: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for barrier in barriers:

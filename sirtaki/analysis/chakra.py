@@ -158,7 +158,7 @@ class _RankTrace:
     numbers: Mapping[tuple[int, OperationKey], int]
     _own: Iterator[int] = field(init=False)
     _last: list[int] = field(default_factory=list)  # Id of the latest node for local work; empty before the first one.
-    # {lane (queue of a transport): id of the node of its latest collective}
+    # For each lane (queue of a transport), the id of the node of its latest collective.
     _last_on: dict[str, list[int]] = field(default_factory=dict)
     # Ids of the nodes of collectives for which the rank has waited since the latest node for local work.
     _waited_for: list[int] = field(default_factory=list)

@@ -40,7 +40,10 @@ The lower end of the multiple's interval counts.
 """
 
 SIMILAR = 0.97
-"""The smallest number of connections that reaches this fraction of the highest rate is recommended."""
+"""Fraction of the highest measured rate that counts as equally fast.
+
+The command recommends the smallest number of connections that reaches it.
+"""
 
 MOST_BUSY = 0.9
 """A thread of this program may limit the rate if it uses more than this fraction of a processor."""

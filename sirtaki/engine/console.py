@@ -72,8 +72,9 @@ class TuningProgress:
 
 
 def drawn(text: str) -> str:
-    """Return escape sequences that replace the progress bar below the cursor's line by `text`. If `text` is "", they
-    only remove the bar.
+    """Return the escape sequences that draw `text` as the progress bar, on the line below the cursor.
+
+    They replace the earlier bar. If `text` is "", they only remove it.
     """
     return f"{_CLEAR}{_BELOW}{text[: shutil.get_terminal_size().columns - 1]}{_BACK}" if text else _CLEAR
 

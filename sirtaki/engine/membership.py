@@ -118,8 +118,9 @@ class Proof:
 
 
 class Join(Struct, tag=True, frozen=True, kw_only=True):
-    """Request of a rank to its agent (the process that started it): join the ranks after the next elastic restart. The
-    slot and number in `member` are not set.
+    """Request of a new rank to its agent (the process that started it): to join the job at the next elastic restart.
+
+    The agent knows the slot and number, so that they are not set in `member`.
     """
 
     member: Member

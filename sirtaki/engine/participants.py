@@ -549,9 +549,9 @@ class _Blocked:
 
 
 class BlockedRanks:
-    """Exchanges reports of long waits between ranks, and detects deadlocks.
+    """Exchanges reports of long waits between ranks, and detects ranks that wait for each other (deadlocks).
 
-    This rank resolves a deadlock by ending its own wait.
+    In a deadlock, `must_stop_waiting` tells this rank to give up its wait for an iteration that cannot complete.
     """
 
     def __init__(

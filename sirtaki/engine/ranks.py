@@ -50,9 +50,8 @@ def open_beside(settings: Settings, group: ProcessGroup, store: Store | None = N
     Args:
         settings: values of this process's environment variables.
         group: the process group.
-        store: key-value store by which the ranks exchange addresses. Other ranks must not use it. None to exchange
-            addresses by an all-gather of the group. A rank that fails alone leaves the all-gather unfinished. With a
-            store, no collective of the group is left unfinished.
+        store: key-value store by which the ranks exchange addresses, used by these ranks only. None to exchange them by
+            an all-gather of the group, which hangs on the other ranks if one rank fails before it takes part.
 
     Raises:
         CommError: a rank cannot be reached.

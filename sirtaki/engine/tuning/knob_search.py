@@ -1,4 +1,7 @@
-"""Searches for the fastest communication setting (knobs) of one gradient pipeline, with their log and results."""
+"""Search for the fastest communication setting (knobs) of one gradient pipeline.
+
+This module also logs the search's progress, and stores its result.
+"""
 
 from __future__ import annotations
 
@@ -358,7 +361,7 @@ class KnobSearch:
             proposer = self._name(result.arm)
             text = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
         else:
-            # If measurements were too noisy to confirm the result, the next job continues the search.
+            # Mark the stored search as incomplete if its measurements were too noisy. The next job then continues it.
             stored = self._keep(session, complete=not result.doubt)
             text = describe_result(result, self.times.usual, self._name(result.arm))
             self._usual_default_s = result.default_span_s

@@ -508,7 +508,7 @@ class RayCrew:
 
     def close(self, number: int | None = None) -> None:
         """End all actors, and stop listening."""
-        del number  # The number of the signal that ended the driver is not used, because Ray's actors are only killed.
+        del number  # number of a signal; unused, because Ray kills actors and cannot forward signals to them
         for host in self.hosts:
             self.stop(host)
         self.board.close()

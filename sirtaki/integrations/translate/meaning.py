@@ -828,7 +828,7 @@ class RankValues:
         return replace(value, over=Over.WHOLE)
 
     def _any(self, *values: Value) -> Value:
-        """Return the facts about a result that is computed from these values in an unknown way."""
+        """Return what is known of the result of an unknown function of these values."""
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:

@@ -579,9 +579,9 @@ class LastingWork(FillingWork):
         return self._error if self._work is None else self._work.exception()
 
     def result(self) -> Any:
-        """Return the tensors to which the wrapped work's collective writes.
+        """Return the tensors to which the wrapped work's collective writes, or None if `wait` has freed that work.
 
-        None after `wait` if C++ code refers to this work: the wrapped work is then freed by `wait`.
+        `wait` frees it if C++ code refers to this object.
         """
         return None if self._work is None else self._work.result()
 
