@@ -13,17 +13,21 @@
 
 The first such model imports `sirtaki.torch.auto_attach`, which attaches the model after its first backward pass.
 
+Without `SIRTAKI_ATTACH`, a setting such as `SIRTAKI_TRIAL_LOG` has no effect on an unmodified script. `report_unused`
+registers the same hooks, and rank 0 prints a line about such settings at its end.
+
 If PyTorch does not call entry points (`TORCH_DEVICE_BACKEND_AUTOLOAD=0`), `sirtakirun --attach` and
 `python -m sirtaki.attach` call `register` themselves.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.abc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -39,6 +43,9 @@ USAGE = "usage: python -m sirtaki.attach {script.py | -m module} [arguments]"
 
 _installed = False
 
+_unused: _UnusedSettings | None = None
+"""Set by `report_unused`: it is told of new models instead of the attacher."""
+
 
 def is_wanted() -> bool:
     """Return whether the environment variable asks for attaching the models of unmodified scripts."""
@@ -50,19 +57,67 @@ def install() -> None:
 
     Not collective. Called after `import torch`.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    global _unused
     import torch
-    from torch.nn.modules.module import register_module_module_registration_hook
 
+    _unused = None
     # Several NCCL communicators require this variable. NCCL reads it at the script's first collective, which comes
     # before the first model, and so before `import sirtaki.torch`, which sets it too.
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    _register_hooks()
+
+
+def report_unused(names: Sequence[str]) -> None:
+    """Let rank 0 print at its end which settings had no effect because the script trained without Sirtaki.
+
+    Idempotent. Not collective. Does nothing on the other ranks.
+
+    Args:
+        names: environment variables of these settings.
+    """
+    global _unused
+    if _installed or os.environ.get("RANK") != "0":
+        return
+    _unused = _UnusedSettings(names)
+    _register_hooks()
+
+
+def _register_hooks() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from torch.nn.modules.module import register_module_module_registration_hook
+
     register_module_module_registration_hook(_on_submodule)
     _after_import(FSDP2_STATE, _wrap_lazy_init)
+
+
+class _UnusedSettings:
+    """Settings that have no effect if this process trains a model without Sirtaki."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._seen = names, False
+
+    def watch(self, *_: object) -> None:
+        """Note that the script has created a DDP or FSDP2 model."""
+        if not self._seen:
+            self._seen = True
+            atexit.register(self._print)
+
+    watch_sharded = watch
+
+    def log_fsdp1(self) -> None:
+        """Do nothing: Sirtaki does not support FSDP1."""
+
+    def _print(self) -> None:
+        if "sirtaki.torch" not in sys.modules:
+            print(
+                f"sirtaki: {', '.join(self._names)} had no effect, because the script did not use Sirtaki; "
+                f"set {VARIABLE}={VALUE} on all ranks to attach its DDP and FSDP2 models",
+                file=sys.__stderr__,
+            )
 
 
 def install_with_torch() -> None:
@@ -71,7 +126,7 @@ def install_with_torch() -> None:
 
 
 def _attacher() -> Any:  # The return type is Any, because the module is imported by name.
-    return importlib.import_module(ATTACHER)
+    return _unused or importlib.import_module(ATTACHER)
 
 
 def _on_submodule(module: Any, name: str, inside: Any) -> None:

@@ -24,13 +24,17 @@ logger = logging.getLogger(__name__)
 
 NAME = "sirtaki"
 
+RESULTS = ("SIRTAKI_TRIAL_LOG", "SIRTAKI_PROFILE", "SIRTAKI_PLAN", "SIRTAKI_METRICS_PORT")
+"""Variables that are set to get a result of Sirtaki from this job, so that a user expects it to be attached."""
+
 PROCESS_GROUP = "sirtaki.torch.distributed.process_group"
 
 
 def register() -> None:
     """Register the backend, and with `SIRTAKI_ATTACH=auto` attach the script's models. Called by `import torch`.
 
-    Idempotent. Does nothing without torch.distributed.
+    Idempotent. Does nothing without torch.distributed. If `SIRTAKI_ATTACH` is not set, rank 0 reports at its end which
+    settings, such as `SIRTAKI_TRIAL_LOG`, had no effect.
 
     Exceptions and warnings are suppressed, because either could end `import torch` (a warning under `python -W error`).
     """
@@ -38,8 +42,12 @@ def register() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _register()
-            if os.environ.get("SIRTAKI_ATTACH", "").strip().lower() == "auto" and "torch.distributed" in sys.modules:
+            if "torch.distributed" not in sys.modules:
+                return
+            if os.environ.get("SIRTAKI_ATTACH", "").strip().lower() == "auto":
                 importlib.import_module("sirtaki.attach").install()
+            elif not os.environ.get("SIRTAKI_ATTACH") and (unused := [name for name in RESULTS if name in os.environ]):
+                importlib.import_module("sirtaki.attach").report_unused(unused)
     except Exception as err:
         logger.debug(
             "`import torch` could not register Sirtaki's backend %r (%s: %s), so init_process_group() cannot use it, "
