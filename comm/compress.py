@@ -186,6 +186,10 @@ class CompressionInput:
     _lane: Lane
     sent_bytes: float = 0.0
 
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """On a GPU, keep the memory of `tensor` from being used again before the unit's CUDA stream has read it."""
+        self._router.device.record_use(tensor)
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce a contiguous vector in place, without compression, and return it. Collective.
 
@@ -298,7 +302,8 @@ class Quantised:
 
         On a GPU, call `act` once for all rows with the same count, because each call launches several kernels.
         """
-        if not (rows[0].is_cuda and isinstance(self.codec, Blockwise | Rounded)):
+        # The user's subclasses may pack vectors only.
+        if not (rows[0].is_cuda and type(self.codec) in (Blockwise, Rounded)):
             yield from map(act, rows, counts)
             return
         results = {
@@ -402,6 +407,7 @@ class PowerSgd:
         if known is None or known.shape != shape:
             return start
         known = known.to(device)  # because a loaded state may be on another device
+        unit.record_use(known)  # because it was loaded on another CUDA stream
         return torch.where(known.isfinite().all() & known.any(), known, start)
 
 
@@ -591,7 +597,7 @@ class CompressedUnits:
         GPU before and after, because units use the residuals on their own CUDA streams.
         """
         feedback, device = self._feedback, self._router.device
-        device.synchronise()
+        self._router.wait_for_device()
         feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
         for (key, group), plan in zip(self._groups.items(), self._plans, strict=True):
             spans = _spans(group.layout)
@@ -615,7 +621,7 @@ class CompressedUnits:
                 for unit in plan.units
                 if has_residuals and (key, unit.start) not in self._schemes and residual[unit.start : unit.stop].any()
             }
-        device.synchronise()
+        self._router.wait_for_device()
 
     def all_reduce(
         self,

@@ -135,6 +135,9 @@ class Device:
         are not freed.
         """
 
+    def record_use(self, *tensors: torch.Tensor) -> None:
+        """Keep the memory of `tensors` of other CUDA streams from being used again before the current stream's work."""
+
     def release(self, *, forget: bool = True) -> None:
         """Drop the tensor references that `keep` holds.
 
@@ -362,6 +365,11 @@ class CudaDevice(Device):
             self._stash.append((event, list(tensors)))
             while self._stash[0][0] is not event and self._stash[0][0].query():
                 self._stash.popleft()
+
+    def record_use(self, *tensors: torch.Tensor) -> None:
+        """Make the caching allocator wait for the current CUDA stream before it uses the memory of `tensors` again."""
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def release(self, *, forget: bool = True) -> None:
         """Drop the tensor references that `keep` holds.

@@ -381,7 +381,7 @@ class Router:
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self._wait_for_device()
+            self.wait_for_device()
             self._pool.keep_only(keys)
 
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
@@ -484,8 +484,8 @@ class Router:
         self.transports.clear()
         return all(closed)
 
-    def _wait_for_device(self) -> None:
-        """Block until no NCCL operation is in flight. A pool may close communicators only then.
+    def wait_for_device(self) -> None:
+        """Block until the GPU has done all queued work, so that no NCCL operation of this rank is in flight.
 
         Raises:
             CommError: the job has failed. The communicators may have been aborted.
@@ -501,7 +501,7 @@ class Router:
         """
         self.release()
         if self._pool is not None and self._control.failures.error is None:
-            self._wait_for_device()
+            self.wait_for_device()
             self._pool.close()
 
 

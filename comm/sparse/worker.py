@@ -380,7 +380,7 @@ class RowFormat:
 
     def pack(self, rows: Rows) -> torch.Tensor:
         """Return a new byte tensor (parcel) that contains the rows."""
-        parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8, device="cpu")
+        parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8, device=rows.values.device)
         indices, values = self._views(parcel, len(rows))
         indices.copy_(rows.indices)
         values.copy_(rows.values)
@@ -532,7 +532,34 @@ END_S = 2.0
 """Seconds for which `SparseWorker.close` waits for the end of its thread."""
 
 
-class SparseWork(ThreadWork):
+class LaneWork(ThreadWork):
+    """Work that `SparseWorker` performs over its streams (connections).
+
+    Attributes:
+        name: place of the work in the order of `SparseWorker.begin`: the name of a parameter.
+    """
+
+    name: str
+
+    def perform(self, lanes: SparseLanes) -> None:
+        """Run the collectives of the work. Called by the worker's thread."""
+        raise NotImplementedError
+
+
+class CountsWork(LaneWork):
+    """An all-gather of integers, in flight."""
+
+    def __init__(self, name: str, counts: Sequence[int], gathered: Callable[[list[list[int]]], None]) -> None:
+        """Create the work. The worker's thread calls `gathered` with the `counts` of each rank, by rank."""
+        super().__init__()
+        self.name, self._counts, self._gathered = name, counts, gathered
+
+    def perform(self, lanes: SparseLanes) -> None:
+        """All-gather the integers, and pass them on."""
+        self._gathered(lanes.gather_counts(self._counts))
+
+
+class SparseWork(LaneWork):
     """Sum over ranks of one parameter's sparse gradient, in flight.
 
     Attributes:
@@ -550,6 +577,10 @@ class SparseWork(ThreadWork):
         super().__init__()
         self.name, self.rows, self.form, self.plan = name, rows, form, plan
         self.submitted_s = time.perf_counter()
+
+    def perform(self, lanes: SparseLanes) -> None:
+        """Sum the rows over ranks."""
+        self.reduced = reduce_rows(self.plan, self.rows, self.form, lanes)
 
     @property
     def span_s(self) -> float:
@@ -580,8 +611,8 @@ class SparseWorker:
         self._lock = free_in_forked_children(threading.Lock())
         self._order: list[str] = []
         self._next = 0
-        self._early: dict[str, SparseWork] = {}
-        self._works: queue.SimpleQueue[SparseWork | None] = queue.SimpleQueue()
+        self._early: dict[str, LaneWork] = {}
+        self._works: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sirtaki-sparse", daemon=True)
         start_thread(self._thread)
 
@@ -594,7 +625,7 @@ class SparseWorker:
             self._order, self._next = list(order), 0
             self._early.clear()
 
-    def submit(self, work: SparseWork) -> None:
+    def submit(self, work: LaneWork) -> None:
         """Queue a sparse gradient. It is summed after the gradients before it in the order of `begin`.
 
         Thread-safe, non-blocking.
@@ -614,7 +645,7 @@ class SparseWorker:
                 continue
             work.begun_s = time.perf_counter()
             try:
-                work.reduced = reduce_rows(work.plan, work.rows, work.form, self.lanes)
+                work.perform(self.lanes)
             except Closed:
                 return
             except CommError as err:
@@ -624,7 +655,8 @@ class SparseWorker:
                 failed = CommError(f"failed to reduce the rows of {work.name}: {err!r}")
                 self._failures.report(failed)
             else:
-                self._record(work)
+                if isinstance(work, SparseWork):
+                    self._record(work)
             work.finish(failed)
 
     def _record(self, work: SparseWork) -> None:

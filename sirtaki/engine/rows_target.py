@@ -75,7 +75,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
         self._watch: AccessWatch | None = None
         self._span_s = 0.0
         self._spans_s: dict[SparsePlan, list[float]] = {}  # measured times of each plan, filled on rank 0 only
-        self.looked_up, self.counts = 0, TouchCounts()
+        self.looked_up, self.counts = 0.0, TouchCounts()
         self.mean: float | None = None
         self.summarised = False
         self.summary: SparseSummary | None = None
@@ -123,9 +123,21 @@ class RowsTarget(TunableTarget[SparsePlan]):
         by_rank = [indices.numpy() for indices in reduced.by_rank] if self._learning is not None else ()
         self.count_accesses(AccessSample(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
         if self.summarised and self._learning is not None:
-            self.looked_up, self.counts, self.mean, self.summarised = 0, TouchCounts(), None, False
+            self.looked_up, self.counts, self.mean, self.summarised = 0.0, TouchCounts(), None, False
         elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
             self.counts.add_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
+
+    def count_totals(self, touched: int, union: int, *, looked_up: int) -> None:
+        """Add the numbers of rows of an iteration, if the first iterations are still counted.
+
+        Args:
+            touched: number of rows in the ranks' gradients, summed over ranks.
+            union: number of distinct rows of all ranks together.
+            looked_up: number of rows of all ranks, including duplicates.
+        """
+        if self.counts.n < LEARNING_ITERATIONS and touched:
+            self.counts.add_totals(touched, touched / self._control.size, union)
+            self.looked_up += looked_up / self._control.size
 
     def count_accesses(self, seen: AccessSample) -> None:
         """Add the row accesses of an iteration to the counts. If the plan was chosen already, detect whether accesses

@@ -30,10 +30,13 @@ from sirtaki.autotune.sparse import (
 )
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import wait_for_work
+from sirtaki.comm.device import HOST, cuda_device
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.edits import REMEDY
 from sirtaki.comm.gradients.negotiation import Interrupted
+from sirtaki.comm.nccl_streams.transport import find_nccl
 from sirtaki.comm.plan import TransportKind
+from sirtaki.comm.sparse.on_gpu import GPU_PATHS, GpuRows, GpuWork
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
@@ -201,13 +204,13 @@ class _Running(NamedTuple):
     """A sparse gradient that is being reduced.
 
     Attributes:
-        work: handle to wait for the reduction in progress.
+        work: handle to wait for the reduction in progress. On a GPU, the reduction may not be launched yet.
         gradient: local gradient, as computed by autograd.
         version: PyTorch's version counter of `gradient` when it became ready, to detect later changes. None if
             `gradient` replaces a missing one.
     """
 
-    work: SparseWork
+    work: SparseWork | GpuWork
     gradient: torch.Tensor
     version: int | None
 
@@ -217,15 +220,31 @@ class SparseReductions:
 
     Each parameter's algorithm (`SparsePlan`) is equal on all ranks, because it is computed from values that all ranks
     have. It changes only between iterations.
+
+    On a GPU, NCCL reduces the gradients (`GpuRows`), by the algorithm in whose messages ranks receive fewer bytes. If
+    NCCL cannot be used, or the user has fixed an algorithm that runs on the host only, rows are copied to the host.
+
+    Attributes:
+        place: device of the parameters.
+        device: GPU on which NCCL reduces the gradients; `HOST` if they are reduced on the host.
     """
 
-    def __init__(self, control: ControlPlane, settings: Settings, reduction: Reduction, *, prefix: str = "") -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        settings: Settings,
+        reduction: Reduction,
+        place: torch.device,
+        *,
+        prefix: str = "",
+    ) -> None:
         """Open the connections (lanes) for sparse gradients. Collective.
 
         Args:
             control: control plane (channel for all messages except gradients) of the participating ranks.
             settings: settings of the job, which may fix the transport and the number of streams.
             reduction: factors by which gradients are multiplied before and after they are summed.
+            place: device of the parameters.
             prefix: prefix of the names of sparse reductions in profiles and traces.
         """
         self._control, self._settings = control, settings
@@ -238,24 +257,45 @@ class SparseReductions:
         self._order: list[str] = []
         self._iterations = 0
         self._running: dict[str, _Running] = {}
+        self._earlier: dict[str, GpuWork] = {}  # reductions of the previous iteration, which a GPU may still execute
         self._complete = self._warned = self._closed = False
         self._fixed: SparsePath | None
         self._tries: bool
         self._streams: int | None  # number of parallel connections that the user has fixed; None if the tuner chooses
-        self._fixed, self._tries, kind, self._streams = control.broadcast(
-            (
-                settings.sparse,
-                settings.tunes,
-                settings.transport if settings.transport in HOST_KINDS else None,
-                settings.streams,
-            )
+        self._fixed, self._tries, transport, self._streams = control.broadcast(
+            (settings.sparse, settings.tunes, settings.transport, settings.streams)
         )
+        self.place, self.device, timeout_s = place, HOST, settings.transport_timeout_s
+        opener = None
+        if self._may_use_nccl(transport):
+            gpu = cuda_device(torch.cuda.current_device() if place.index is None else place.index)
+            forced = transport is TransportKind.NCCL
+            opener = find_nccl(control, gpu, forced=forced, timeout_s=timeout_s, user="rows of sparse gradients")
+        kind = transport if transport in HOST_KINDS else None
         if kind is TransportKind.SHARED_MEMORY and not control.one_node:
             kind = None  # None = choose any transport, because shared memory does not connect different nodes
-        streams = self._streams or DEFAULT_STREAMS
-        lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
+        streams = 1 if opener is not None else self._streams or DEFAULT_STREAMS
+        lanes = SparseLanes(control, timeout_s=timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
         self._worker = SparseWorker(lanes, control.failures, prefix=prefix)
+        self._gpu: GpuRows | None = None
+        if opener is not None:
+            self.device = gpu
+            self._gpu = GpuRows(control, gpu, opener, self._worker, timeout_s=timeout_s)
+
+    def _may_use_nccl(self, transport: TransportKind | None) -> bool:
+        """Return whether the user's settings let NCCL reduce the gradients, and these are on GPUs. Collective."""
+        if not self._control.minimum(np.array([float(self.place.type == "cuda")]))[0]:
+            return False
+        if self._fixed in (None, *GPU_PATHS):
+            return transport is not TransportKind.STAGED
+        if self._control.rank == 0:
+            logger.warning(
+                "SIRTAKI_SPARSE=%s sums the rows of sparse gradients on the host, for which the host waits for the GPU "
+                "in each step; auto, gather and dense use NCCL",
+                self._fixed.value,
+            )
+        return False
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
         """Set the parameters whose sparse gradients this object reduces, by name. Call on all ranks, between
@@ -268,8 +308,15 @@ class SparseReductions:
             if name not in self._targets or self._targets[name].form != form:
                 if name in self._targets:
                     self._controller.abandon(self._targets[name])
-                self._targets[name] = RowsTarget(name, form, self._control, fixed=self._fixed, tries=self._tries)
-        self._worker.begin(self._order)
+                tries = self._tries and self._gpu is None
+                self._targets[name] = RowsTarget(name, form, self._control, fixed=self._fixed, tries=tries)
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        if self._gpu is None:
+            self._worker.begin(self._order)
+        else:
+            self._gpu.begin(self._order, factor=self._factor)
 
     @property
     def targets(self) -> dict[str, RowsTarget]:
@@ -314,14 +361,19 @@ class SparseReductions:
         given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
             given = given.to_dense().to_sparse(1)
-        if one.counts.n < LEARNING_ITERATIONS:
-            one.looked_up += given._nnz()
-        rows = coalesced(given.cpu())
         # Update the dtype, because the dtype of the parameter may have changed.
-        form = replace(one.form, dtype=rows.values.dtype)
-        work = SparseWork(name, rows, form, one.plan)
-        self._worker.submit(work)
-        self._running[name] = _Running(work, gradient, version)
+        form = replace(one.form, dtype=given.dtype)
+        counts = one.counts.n < LEARNING_ITERATIONS
+        if self._gpu is not None:
+            work = GpuWork(name, given, form, self._fixed, measures=counts)
+            self._running[name] = _Running(work, gradient, version)
+            self._gpu.submit(work, given._nnz())
+            return
+        if counts:
+            one.looked_up += given._nnz()
+        on_host = SparseWork(name, coalesced(given.cpu()), form, one.plan)
+        self._worker.submit(on_host)
+        self._running[name] = _Running(on_host, gradient, version)
 
     def fill_missing(self, *, joined: bool) -> None:
         """Start to reduce the gradients that have not become ready. This rank contributes the present `.grad`, or no
@@ -330,6 +382,8 @@ class SparseReductions:
         Args:
             joined: True if this rank has called `join()`, and so contributes no rows instead of `.grad`.
         """
+        if joined:
+            self.device.enter_thread()
         if not self._complete:
             self._warn_of_lost_edits()
         for name in sorted(self.missing):
@@ -358,8 +412,40 @@ class SparseReductions:
                     REMEDY,
                 )
 
+    @property
+    def must_wait_for_step(self) -> bool:
+        """Return whether gradients must be reduced in `step()`, because several optimizers use the GPU.
+
+        All ranks need the same launch order for a GPU.
+        """
+        return self._gpu is not None and self.device.users > 1
+
+    def launch(self, interrupted: Interrupted | None) -> bool:
+        """On a GPU, launch the reductions of this iteration, whose gradients must all have been started. Collective.
+
+        All dense gradients of the iteration must be launched. Call before the host waits for the GPU, or for a message
+        that another rank sends after it has waited for its GPU.
+
+        Returns:
+            False if `interrupted` ended the wait for the other ranks.
+        """
+        return self._gpu is None or self._gpu.launch(interrupted)
+
+    def launch_soon(self) -> None:
+        """Like `launch`, but do not wait for the other ranks. Called on a rank without more data (`join()`)."""
+        if self._gpu is not None:
+            self._gpu.launch_soon()
+
+    def check(self) -> None:
+        """Raise an error if NCCL has failed on a GPU. Thread-safe, non-blocking."""
+        if self._gpu is not None:
+            self._gpu.check()
+
     def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Wait until all gradients of this iteration are reduced, and assign them, coalesced, to `.grad`.
+        """Wait until all gradients of this iteration are reduced, and assign them to `.grad`.
+
+        On the host, they are coalesced. On a GPU, the current CUDA stream waits instead of the thread, and the last
+        rows may be zeros for an index that is there already.
 
         A `.grad` that user code has set to None during the reduction stays None.
 
@@ -368,26 +454,29 @@ class SparseReductions:
         """
         if self._complete:
             return True
+        if not self.launch(interrupted):
+            return False
         works = [running.work for running in self._running.values()]
         if not wait_for_work(works, failures=self._control.failures, interrupted=interrupted, blame_s=None):
             return False
         for name in sorted(self._running):
             param, running = self._params[name], self._running[name]
-            rows = running.work.reduced.rows
+            rows = running.work.rows if isinstance(running.work, GpuWork) else running.work.reduced.rows
             if running.version is not None:
                 wanted = param.grad is not None
             else:
                 unused = self._settings.unused_as_none and param.grad is None and not len(rows)
                 wanted = param.requires_grad and not unused
             if wanted:
-                scale_(rows.values, self._factor)
+                if self._gpu is None:
+                    scale_(rows.values, self._factor)
                 param.grad = torch.sparse_coo_tensor(
                     rows.indices[None].to(param.device),
                     rows.values.view(len(rows), *param.shape[1:]).to(param.device),
                     param.shape,
                     device=param.device,
                     check_invariants=False,
-                    is_coalesced=True,
+                    is_coalesced=self._gpu is None,
                 )
         self._complete = True
         return True
@@ -407,8 +496,15 @@ class SparseReductions:
             return
         self._iterations += 1
         before, watched = self.plans, self.targets
+        if self._gpu is not None:
+            self._end_on_gpu(
+                self._gpu, {name: one.work for name, one in running.items() if isinstance(one.work, GpuWork)}
+            )
+            return
         for name, one in watched.items():
-            one.count_iteration(running[name].work)
+            work = running[name].work
+            assert isinstance(work, SparseWork)
+            one.count_iteration(work)
         tried = [one for one in watched.values() if self._controller.tries(one)]
         self._controller.iteration_ended()
         for one in tried:
@@ -422,7 +518,23 @@ class SparseReductions:
         if any(not self._controller.tries(one) for one in changed):
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
             self._control.require_equal(fingerprints, "the algorithm of sparse gradients")
-        self._worker.begin(self._order)
+        self._begin_iteration()
+
+    def _end_on_gpu(self, gpu: GpuRows, works: dict[str, GpuWork]) -> None:
+        """Record the previous iteration, so that the host is at most one iteration ahead of the GPU.
+
+        Collective in iterations in which ranks exchange the numbers of accessed rows.
+        """
+        earlier, self._earlier = self._earlier, works
+        seen = gpu.accesses(list(earlier.values()))
+        for work, (touched, union) in zip(earlier.values(), seen, strict=True):
+            if work.measures and (one := self._targets.get(work.name)) is not None and work.path is not None:
+                one.apply(SparsePlan(path=work.path))
+                one.count_totals(touched, union, looked_up=work.looked_up)
+        for work in works.values():
+            del work.rows  # `.grad` owns them now
+        self._summarise(self.targets)
+        self._begin_iteration()
 
     def _choose(self, learned: Sequence[RowsTarget]) -> None:
         """Choose the first algorithm (plan) of each parameter: an earlier job's, otherwise the one predicted to be
@@ -530,3 +642,5 @@ class SparseReductions:
         self._closed = True
         self._log.close()
         self._worker.close()
+        if self._gpu is not None:
+            self._gpu.close()

@@ -40,7 +40,7 @@ from sirtaki.uncompiled import something_is_compiled
 
 from .compression import Choice, Compression, Compressor, reduction_options
 from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain
-from .mpi_ops import Adasum, Average, Sum, allreduce, allreduce_async_, synchronize
+from .mpi_ops import Adasum, Average, Max, Sum, allreduce, allreduce_async_, synchronize
 from .overlap import (
     KNOWN,
     CheckedReads,
@@ -151,6 +151,7 @@ class AveragingOptimizer(Distributed):
         _gradients: objects that reduce the gradients (reducers). None on a rank that trains alone or is outside the
             process set.
         _parameter_names: name of each parameter, for messages. Horovod has this attribute, so scripts may read it.
+        _reduced_gradients: `.grad` of each parameter when a `GradScaler` had reduced the gradients.
         _synchronized: whether `synchronize` was called since the last step.
         _should_synchronize: whether `step()` reduces the gradients. False within `skip_synchronize`.
     """
@@ -158,6 +159,7 @@ class AveragingOptimizer(Distributed):
     _recipe: GradientRecipe
     _gradients: OptimizerGradients | None
     _parameter_names: dict[torch.Tensor, str]
+    _reduced_gradients: Sequence[torch.Tensor | None] = ()
     _synchronized: bool
     _should_synchronize: bool
 
@@ -241,21 +243,37 @@ class AveragingOptimizer(Distributed):
         self._require_open()
         if closure is not None and self._gradients is not None and self._should_synchronize:
             closure = self._synchronised(closure)
-        elif self._should_synchronize and (self._reduced_for is None or not self._is_reduced or self._begun):
+        elif self._should_synchronize and self._must_reduce():
             if self._synchronized:
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
-        self._reduced_for, self._synchronized = None, False
+        self._reduced_for, self._reduced_gradients, self._synchronized = None, (), False
         # Set this attribute, because otherwise a learning rate scheduler that was created with the user's optimizer
         # warns.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
         return super().step(closure)
+
+    def _must_reduce(self) -> bool:
+        """Return whether `step()` must reduce the gradients, because no `GradScaler` has done it.
+
+        Collective if `GradScaler.update` was called since the scaler has reduced them. Other ranks may have computed
+        new gradients then.
+        """
+        if self._gradients is None or self._reduced_for is None:
+            return True
+        if self._is_reduced:
+            return self._begun
+        gradients = [id(param.grad) for param in self._parameter_names]
+        new = self._begun or gradients != list(map(id, self._reduced_gradients))
+        found = allreduce(torch.tensor([float(new)], device="cpu"), op=Max, process_set=self._recipe.process_set)
+        return bool(found.item())
 
     def _reduce_for_scaler(self) -> bool:
         if self._should_synchronize:
             if not (self._is_reduced or self._synchronized) or self._begun:
                 self.synchronize()
             self._synchronized = False
+            self._reduced_gradients = [param.grad for param in self._parameter_names]
         return self._should_synchronize
 
     @property
@@ -292,7 +310,7 @@ class AveragingOptimizer(Distributed):
         """
         if self._gradients is not None and not self._gradients.drop():
             raise AssertionError(RACE)
-        self._reduced_for, self._synchronized = None, False
+        self._reduced_for, self._reduced_gradients, self._synchronized = None, (), False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

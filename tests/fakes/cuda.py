@@ -72,6 +72,8 @@ HOST_WAITS = {
     "unique_dim",
     "unique_consecutive",
     "equal",
+    "_coalesce",
+    "_to_sparse",
 }
 UNCHECKED = {"detach", "is_pinned", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "record_stream"}
 
@@ -177,6 +179,14 @@ class FakeCuda:
     def block_of(self, tensor: torch.Tensor) -> Block:
         """Return the block of a tensor's memory. Memory that was not allocated here is pageable host memory."""
         return self._block_at(tensor.untyped_storage())
+
+    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the GPU. One without memory is where the operation that made it ran."""
+        parts = list(_tensors(tensor))
+        stored = [part for part in parts if part.untyped_storage().nbytes()]
+        if not stored:
+            return any(hasattr(part, EMPTY_ON_GPU) for part in (tensor, *parts))
+        return self.block_of(stored[-1]).place is Place.GPU
 
     def _block_at(self, storage: Any) -> Block:
         low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
@@ -513,9 +523,7 @@ class FakeCuda:
             real = real_device(tensor)
             if (inner := getattr(tensor, "_local_tensor", None)) is not None:  # a DTensor
                 return place(inner)
-            if real.type != "cpu" or not tensor.untyped_storage().nbytes():
-                return real
-            return gpu if self.block_of(tensor).place is Place.GPU else real
+            return gpu if real.type == "cpu" and self.is_on_gpu(tensor) else real
 
         def make_event(event: Event, enable_timing: bool = False, **_: Any) -> None:
             Event.__init__(event, self, timed=enable_timing)
@@ -663,12 +671,32 @@ def real_device(tensor: torch.Tensor) -> torch.device:
     return device
 
 
+EMPTY_ON_GPU = "is_empty_on_fake_gpu"
+"""Name of the attribute that marks a tensor on the GPU without memory."""
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    """Yield the tensors in an argument. Those of a sparse tensor are its indices and its values."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+        with torch._C._DisableTorchDispatch():
+            parts = value._indices(), value._values()
+        if hasattr(value, EMPTY_ON_GPU):
+            for part in parts:
+                setattr(part, EMPTY_ON_GPU, True)
+        yield from parts
+    elif isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def mark_empty_on_gpu(value: Any) -> None:
+    """Put the tensors in `value` that have no memory on the GPU."""
+    sparse = [value] if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo else []
+    for tensor in (*sparse, *_tensors(value)):
+        if real_device(tensor).type == "cpu" and (tensor.is_sparse or not tensor.untyped_storage().nbytes()):
+            setattr(tensor, EMPTY_ON_GPU, True)
 
 
 def _is_cuda(value: Any) -> bool:
@@ -680,7 +708,7 @@ def _is_cuda(value: Any) -> bool:
 FACTORIES = (
     *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "empty_strided"),
     *("eye", "linspace", "scalar_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like"),
-    "randn_like",
+    *("randn_like", "sparse_coo_tensor"),
 )
 METHODS = ["new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"]
 
@@ -707,10 +735,14 @@ class _Names:
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = MEMORY
+            if real.__name__ == "sparse_coo_tensor":
+                kwargs.pop("device", None)  # it is that of the indices and values
             pinned = kwargs.pop("pin_memory", False)
             made = real(*args, **kwargs)
             if pinned:
                 self._cuda.allocated(made, Place.PINNED)
+            if made.is_sparse and self._cuda.is_on_gpu(args[1]):
+                mark_empty_on_gpu(made)
             return made
 
         return make
@@ -747,6 +779,14 @@ class _Names:
             dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype)
             if tensor.is_cuda == _is_cuda(target) and not kwargs.get("copy"):
                 return tensor if tensor.dtype is dtype else real(tensor, dtype=dtype)
+            if tensor.is_sparse:
+                parts = (move(tensor._indices(), target), move(tensor._values(), target))
+                made = torch.sparse_coo_tensor(
+                    *parts, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
+                )
+                if _is_cuda(target):
+                    mark_empty_on_gpu(made)
+                return made
             non_blocking = kwargs.get("non_blocking") or next((arg for arg in args if isinstance(arg, bool)), False)
             made = torch.empty_like(tensor, dtype=dtype, device=MEMORY if _is_cuda(target) else "cpu")
             return made.copy_(tensor, non_blocking=non_blocking)
@@ -779,13 +819,14 @@ class _Operations(TorchDispatchMode):
         if any(real_device(tensor).type != "cpu" for tensor in (*reads, *writes)):  # such as a FakeTensor
             return func(*args, **kwargs)
         inputs = [tensor for tensor in (*reads, *writes) if tensor.numel()]
-        stored = [tensor for tensor in (*reads, *writes) if tensor.untyped_storage().nbytes()]  # also empty slices
-        on_gpu = any(cuda.block_of(tensor).place is Place.GPU for tensor in stored)
+        on_gpu = any(map(cuda.is_on_gpu, (*reads, *writes)))
         out = func(*args, **kwargs)
-        if func.is_view:
-            return out
         device = options.get("device")
         made_on_gpu = on_gpu if device is None else device == MEMORY or getattr(cuda._thread, "in_reducer", False)
+        if made_on_gpu and not writes:
+            mark_empty_on_gpu(out)
+        if func.is_view:
+            return out
         place = Place.GPU if made_on_gpu else Place.PAGEABLE
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         fresh = [

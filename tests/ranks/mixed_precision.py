@@ -284,6 +284,32 @@ def gradients_that_the_model_zeroes_after_a_skipped_step_are_reduced_again() -> 
         optimizer.close()
 
 
+def a_step_after_the_update_of_the_scaler_does_not_reduce_again() -> None:
+    """The script skips a step after the update. Then one rank alone has a backward pass, without the scaler."""
+    skipped, on_one_rank = 5, 6
+    model = model_of(skips=True).double()
+    alone = copy.deepcopy(model)
+    optimizer, reference = hvd.DistributedOptimizer(momentum(model), op=hvd.Sum), momentum(alone)
+    here, there = (torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2))
+    one = (model, optimizer, here, [hvd.rank()])
+    steps = [now for now in range(STEPS) if now != OVERFLOW]
+    for now, (each, owner, scaler, ranks) in itertools.product(steps, (one, (alone, reference, there, None))):
+        each.zero_grad(set_to_none=now != on_one_rank)
+        for rank in range(1 if now == on_one_rank else hvd.size()):
+            if ranks is None or rank in ranks:
+                loss = loss_of(each, rank, now)
+                (loss if now == on_one_rank else scaler.scale(loss)).backward()
+        for param in alone.parameters():  # because ranks reduce zeros for a parameter without a gradient
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        if now != on_one_rank:
+            scaler.unscale_(owner)
+            scaler.update()
+        if now != skipped:
+            owner.step()
+    assert_same_parameters(model, alone, 1e-12)
+    optimizer.close()
+
+
 def attached_models_need_no_change() -> None:
     for skips in (False, True):
         model = model_of(skips=skips)

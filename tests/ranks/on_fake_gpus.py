@@ -20,7 +20,7 @@ from conformance import sharded
 from conformance.compressed_units import check_units
 from conformance.stream_order import ITERATIONS, Training
 from conformance.training import assert_equal_on_all_ranks, assert_same_parameters, batch, main, raises, sgd
-from fakes.cuda import FakeCuda, GraphedLinear, OnStream
+from fakes.cuda import FakeCuda, GraphedLinear, OnStream, mark_empty_on_gpu
 from rank_jobs import cases
 from ranks.compressed import SCHEMES, Given, owed_by
 from torch import nn
@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sirtaki.torch as hvd
 from sirtaki import attach
 from sirtaki.comm.collectives import engine
+from sirtaki.comm.compress import Blockwise
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.device import cuda_device, nccl_owners
 from sirtaki.comm.nccl_streams.transport import find_nccl
@@ -259,10 +260,9 @@ class GivenOnGpu(Given):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
-        # The fake GPU has no empty tensors, and scalars may be arguments of kernels.
-        self.weights = nn.ParameterList(each for each in self.weights if each.numel() and each.dim())
         self.to("cuda")
         params = list(self.parameters())
+        mark_empty_on_gpu(params)
         self.truth = [
             [
                 [torch.empty_like(param.data).copy_(self.gradient(i, rank, step)) for i, param in enumerate(params)]
@@ -293,10 +293,23 @@ class GivenOnGpu(Given):
         ]
 
 
+class OfVectors(Blockwise):
+    """A user's codec that packs vectors only, unlike the codec that it extends."""
+
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
+        assert values.dim() == 1
+        return super().pack(values)
+
+    def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        assert packed.dim() == 1
+        return super().unpack(packed, count)
+
+
 def compressed_gradients_and_residuals_add_up_to_all_gradients() -> None:
     """What the applied gradients lack are the last residuals, which are on the GPU and survive a load."""
-    for name in ("int8",) if STAGED else ("int8", "topk", "powersgd", "own"):
-        model, scheme = GivenOnGpu(), SCHEMES[name]
+    schemes = SCHEMES | {"of vectors": OfVectors()}
+    for name in ("int8",) if STAGED else ("int8", "topk", "powersgd", "own", "of vectors"):
+        model, scheme = GivenOnGpu(), schemes[name]
         plain = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), scheme)
         truth = model.trained(model, optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from conformance.compressed_units import check_units
@@ -37,6 +37,11 @@ def run(run: RankRun) -> None:
         router = nccl.router()
         found["compressors"] = check_units(control, router, watch, dtypes=DTYPES[2::-1], exact=dry)
         router.close()
+    with (
+        run.check("rows of sparse gradients equal those on the host, which never waits") as found,
+        watched(place) as watch,
+    ):
+        found["algorithms"] = rows(run, watch)
     with run.check("eager operations take the GPU's tensors"):
         eager(run, place.torch_device)
     with run.check("two optimizers use NCCL in one order") as found:
@@ -82,6 +87,35 @@ def watched(place: Place) -> Iterator[Callable[[], AbstractContextManager[None]]
 
 def same(there: torch.Tensor, here: torch.Tensor) -> None:
     torch.testing.assert_close(there.cpu(), here)
+
+
+def rows(run: RankRun, step: Callable[[], AbstractContextManager[None]]) -> list[str]:
+    """Train embeddings on the GPU and on the host. Return the algorithm of each, in the order of their sizes."""
+    torch.manual_seed(0)
+    here = torch.nn.ModuleList(torch.nn.Embedding(n, 16, sparse=True) for n in (20, 5000)).double()
+    there = copy.deepcopy(here).to(run.place.torch_device)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), named_parameters=each.named_parameters())
+        for each in (here, there)
+    ]
+    for number in range(12):
+        count = 0 if (number + run.rank) % 4 == 0 else 150 * (1 + run.rank)  # many more than 20, with duplicates
+        looked_up = torch.randint(0, 20, (count,), generator=torch.Generator().manual_seed(10 * number + run.rank))
+        for model, optimizer in zip((here, there), optimizers, strict=True):
+            indices = looked_up.to(next(model.parameters()).device)
+            optimizer.zero_grad()
+            with step() if number > 5 else nullcontext():  # in the first steps, ranks agree on what is sparse
+                sum(table(indices).square().sum() for table in model).backward()
+                optimizer.synchronize()  # type: ignore[attr-defined]  # a DistributedOptimizer's
+            with optimizer.skip_synchronize():  # type: ignore[attr-defined]  # a DistributedOptimizer's
+                optimizer.step()
+            run.place.next_iteration()
+    for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
+        torch.testing.assert_close(theirs.cpu(), mine, rtol=1e-9, atol=1e-9)
+    summaries = [summary.plan for summary in hvd.sparse_gradients() if summary.n_rows in (20, 5000)]
+    for optimizer in optimizers:
+        optimizer.close()  # type: ignore[attr-defined]  # a DistributedOptimizer's
+    return summaries
 
 
 def eager(run: RankRun, place: torch.device) -> None:

@@ -315,6 +315,13 @@ class GradientHooks:
             )
             self._hooks.callback(self.tuning.close)
             self.pipeline = self.tuning.synchroniser
+        elif self._rows is not None and (gpu := self._rows.device).streams:
+            gpu.users += 1  # like a pipeline
+
+            def leave() -> None:
+                gpu.users -= 1
+
+            self._hooks.callback(leave)
         self._dense_index = dict(zip(dense, range(len(dense)), strict=True))
         self._number_of = number_of = {id(param): number for number, (_, param) in enumerate(self.hooked)}
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
@@ -360,7 +367,8 @@ class GradientHooks:
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
         # Hold only a weak reference to this object, because the garbage collector cannot follow references from C++.
         weak_hooks, ready, launch_points = weakref.ref(self), self._ready, self._launch_points
-        device = None if self.pipeline is None else self.pipeline.device
+        device = None if self._rows is None else self._rows.device
+        device = device if self.pipeline is None else self.pipeline.device
 
         def hook(param: torch.Tensor) -> None:
             """Record a ready gradient. A hot path.
@@ -557,7 +565,8 @@ class GradientHooks:
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """Return whether all dense gradients of this iteration are reduced, and all sparse ones are ready."""
         done = self.pipeline is None or self.pipeline.state is IterationState.REDUCED
-        return rows.pending and done and not (rows.missing or self.state is IterationState.REDUCED)
+        waits = rows.missing or rows.must_wait_for_step or self.state is IterationState.REDUCED
+        return rows.pending and done and not waits
 
     def reduce(self) -> None:
         """Block until the ready gradients are reduced.
@@ -716,6 +725,8 @@ class GradientHooks:
             self._rows.fill_missing(joined=True)
         if self.pipeline is not None:
             self.pipeline.contribute_zeros()
+        if self._rows is not None:
+            self._rows.launch_soon()
 
     def _is_due(self, *, here: bool) -> bool:
         """Return whether any rank has gradients to reduce. Collective.
@@ -749,6 +760,10 @@ class GradientHooks:
             self._pass_on_incomplete()
         if rows is not None and self.state is not IterationState.REDUCED:
             rows.fill_missing(joined=joined)
+            # Launch everything before tuning may wait for this GPU, because other ranks' GPUs then wait for this rank.
+            if pipeline is not None and rows.device.streams:
+                pipeline.contribute_zeros() if joined else pipeline.flush()
+            rows.launch(None)
         profiling = pipeline is not None and pipeline.profiling
         if self.tuning is not None:
             self.tuning.finish(joined=joined)
@@ -906,6 +921,8 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
     # Read each attribute of the hooks once, because the training thread may replace it meanwhile.
     waiting, iteration, pipeline, tuning = hooks.progress.waiting, 0, hooks.pipeline, hooks.tuning
     since_s = None if waiting is None else waiting[1]
+    if (rows := hooks._rows) is not None:
+        rows.check()
     if pipeline is not None and tuning is not None:
         tuning.router.check()
         iteration = pipeline.iteration

@@ -30,7 +30,7 @@ class KnownSparse:
     def __init__(
         self,
         control: ControlPlane,
-        open_rows: Callable[[], SparseReductions],
+        open_rows: Callable[[torch.device], SparseReductions],
         *,
         known: Iterable[str] = (),
         as_dense: bool = False,
@@ -39,7 +39,7 @@ class KnownSparse:
 
         Args:
             control: control plane of the participating ranks.
-            open_rows: returns a new object that reduces sparse gradients. Collective.
+            open_rows: returns a new object that reduces sparse gradients of parameters on a device. Collective.
             known: names of parameters that all ranks treat as sparse.
             as_dense: True to convert all sparse gradients to dense ones before they are sent.
         """
@@ -53,10 +53,18 @@ class KnownSparse:
         self._params = params
         self.names = self.known & params.keys()
         self.found.clear()
-        if self.names and self.rows is None:
-            self.rows = self._open_rows()
+        sparse = {name: param for name, param in params.items() if name in self.names}
+        places = {param.device for param in sparse.values()}
+        place = (
+            places.pop() if len(places) == 1 else torch.device("cpu")
+        )  # rows of several devices are sent by the host
+        if sparse and self.rows is not None and self.rows.place != place:
+            self.rows.close()
+            self.rows = None
+        if sparse and self.rows is None:
+            self.rows = self._open_rows(place)
         if self.rows is not None:
-            self.rows.watch({name: param for name, param in params.items() if name in self.names})
+            self.rows.watch(sparse)
 
     def is_unagreed(self, name: str) -> bool:
         """Return whether the ranks must agree on this parameter before its gradient can be sent as sparse."""
