@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -283,6 +283,8 @@ class CommPlan:
     def on_fewest_streams(self) -> CommPlan:
         """Return this plan without unused streams. Streams are numbered in the order in which units first use them."""
         numbers = {stream: number for number, stream in enumerate(dict.fromkeys(unit.stream for unit in self.units))}
+        if all(stream == number for stream, number in numbers.items()) and self.streams == max(1, len(numbers)):
+            return self
         units = tuple(replace(unit, stream=numbers[unit.stream]) for unit in self.units)
         return replace(self, units=units, streams=max(1, len(numbers)))
 
@@ -292,13 +294,17 @@ class CommPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_UNIT_FIELDS = [each.name for each in fields(Unit)]
+
+
 def _unit_json(unit: Unit) -> dict[str, Any]:
     """Return a unit (bucket) as a dict for JSON.
 
     The dict omits default values of `compressor` and `nccl`, attributes that older versions lack. So the fingerprint
     (hash) of a plan is the same in older versions.
     """
-    data = {**asdict(unit), "algorithm": unit.algorithm.value}
+    data = {name: getattr(unit, name) for name in _UNIT_FIELDS}  # `asdict` takes five times as long
+    data["algorithm"] = unit.algorithm.value
     if not unit.compressor:
         del data["compressor"]
     if unit.nccl is None:

@@ -1,9 +1,8 @@
-"""Model graphs as networkx graphs: digest, JSON, edit distance of two graphs with lower bounds, and picture.
+"""Model graphs: their digest, JSON, edit distance, lower bounds of the distance, and picture.
 
 Nodes are numbered 0, 1, … in the order of computation. Edges lead from an operation to the operations that read its
-output, so the graph is acyclic. Node labels and sorted edges are also stored as lists in the graph's attributes,
-because comparisons read them thousands of times. networkx is imported when a graph is built, because the import takes
-0.1 s.
+output, so the graph is acyclic. networkx only draws pictures, because its import takes 0.1 s, for which all ranks of a
+job would wait at the look-up of a stored setting.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +23,6 @@ from msgspec import Meta, Struct
 
 from sirtaki.errors import RegistryError, require
 from sirtaki.fields import Label
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-    ModelGraph: TypeAlias = nx.DiGraph
-else:
-    ModelGraph = Any
 
 
 def digest(*parts: str) -> str:
@@ -88,42 +80,51 @@ class OperationLabel(NamedTuple):
         return f"{self.kind} {self.detail}".strip()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelGraph:
+    """An immutable directed graph of a model's operations.
+
+    Attributes:
+        labels: label of each node, `(n_nodes,)`.
+        edges: (source, target) of each edge, `(n_edges,)`, sorted.
+    """
+
+    labels: tuple[OperationLabel, ...]
+    edges: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        """Return the number of nodes."""
+        return len(self.labels)
+
+    def neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return each node's predecessors, `(n_nodes,)`, and each node's successors, `(n_nodes,)`."""
+        sources: list[list[int]] = [[] for _ in self.labels]
+        targets: list[list[int]] = [[] for _ in self.labels]
+        for source, target in self.edges:
+            sources[target].append(source)
+            targets[source].append(target)
+        return sources, targets
+
+
 def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]] = ()) -> ModelGraph:
     """Return an immutable graph with these nodes, numbered from 0.
 
     Raises:
         RegistryError: an edge is a loop, a duplicate, or has an end that is not a node; or the graph is too large.
     """
-    import networkx as nx
-
-    nodes, edges = list(nodes), list(edges)
+    nodes, edges = tuple(nodes), list(edges)
     if len(nodes) > MAX_NODES or len(edges) > MAX_EDGES:
         raise RegistryError(
             f"the model's graph is too large to store tuning results in the registry: it has {len(nodes)} nodes "
             f"(limit {MAX_NODES}) and {len(edges)} edges (limit {MAX_EDGES})"
         )
-    graph = nx.DiGraph(labels=nodes, edges=sorted(edges))
-    graph.add_nodes_from(range(len(nodes)))
-    graph.add_edges_from(edges)
     for (source, target), times in Counter(edges).items():
         if times > 1 or source == target or not 0 <= min(source, target) <= max(source, target) < len(nodes):
             raise RegistryError(
                 f"a stored model graph of {len(nodes)} nodes is damaged: it has the invalid edge {source} -> "
                 f"{target} ({times} times)"
             )
-    return nx.freeze(graph)
-
-
-def labels(graph: ModelGraph) -> list[OperationLabel]:
-    """Return the label of each node, `(n_nodes,)`."""
-    found: list[OperationLabel] = graph.graph["labels"]
-    return found
-
-
-def edges_of(graph: ModelGraph) -> list[tuple[int, int]]:
-    """Return (source, target) of each edge, `(n_edges,)`, sorted."""
-    found: list[tuple[int, int]] = graph.graph["edges"]
-    return found
+    return ModelGraph(labels=nodes, edges=tuple(sorted(edges)))
 
 
 def fingerprint(graph: ModelGraph) -> str:
@@ -136,27 +137,45 @@ def fingerprint(graph: ModelGraph) -> str:
     Raises:
         RegistryError: the graph has a cycle.
     """
-    order = topological_order(graph)
-    own = [digest("node", node.kind, node.detail, str(node.size)) for node in labels(graph)]
+    sources, targets = graph.neighbours()
+    order = topological_order(dict(enumerate(targets)))
+    own = [digest("node", node.kind, node.detail, str(node.size)) for node in graph.labels]
     down, up = list(own), list(own)
-    for colours, neighbours, way in ((down, graph.pred, order), (up, graph.succ, reversed(order))):
+    for colours, neighbours, way in ((down, sources, order), (up, targets, reversed(order))):
         for index in way:
             colours[index] = digest(own[index], *sorted(colours[other] for other in neighbours[index]))
     return digest("directed", *sorted(map(digest, down, up)))[:32]
 
 
-def topological_order(graph: ModelGraph) -> list[int]:
-    """Return the nodes in topological order.
+def generations(targets: Mapping[int, Iterable[int]]) -> Iterator[list[int]]:
+    """Yield the nodes of a graph in layers. All predecessors of a node are in layers before its own.
+
+    Args:
+        targets: successors of each node, by node.
 
     Raises:
         RegistryError: the graph has a cycle.
     """
-    import networkx as nx
+    missing = Counter(target for each in targets.values() for target in each)
+    layer = [node for node in targets if not missing[node]]
+    n_left = len(targets)
+    while layer:
+        yield layer
+        n_left -= len(layer)
+        following = []
+        for node in layer:
+            for target in targets[node]:
+                missing[target] -= 1
+                if not missing[target]:
+                    following.append(target)
+        layer = following
+    if n_left:
+        raise RegistryError("the model graph of a stored tuning result is damaged: it has a cycle")
 
-    try:
-        return list(nx.topological_sort(graph))
-    except nx.NetworkXUnfeasible as err:
-        raise RegistryError("the model graph of a stored tuning result is damaged: it has a cycle") from err
+
+def topological_order(targets: Mapping[int, Iterable[int]]) -> list[int]:
+    """Return the nodes of a graph, each after its predecessors. Arguments and errors are those of `generations`."""
+    return [node for layer in generations(targets) for node in layer]
 
 
 class GraphJson(Struct, forbid_unknown_fields=True):
@@ -180,8 +199,8 @@ def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
     """Return a JSON-ready dict, which `GraphJson` can parse."""
     return {
         "directed": True,
-        "nodes": [list(node) for node in labels(graph)],
-        "edges": [[a, b, ""] for a, b in edges_of(graph)],
+        "nodes": [list(node) for node in graph.labels],
+        "edges": [[a, b, ""] for a, b in graph.edges],
     }
 
 
@@ -207,8 +226,8 @@ def signature(graph: ModelGraph) -> Signatures:
     Signatures give a cheap lower bound of the edit distance of two graphs.
     """
     counts = np.zeros(WIDTH, dtype=np.uint16)
-    counts[:2] = len(graph), len(edges_of(graph))
-    for node, count in Counter(labels(graph)).items():
+    counts[:2] = len(graph), len(graph.edges)
+    for node, count in Counter(graph.labels).items():
         counts[2 + _bin(node.kind, KIND_BINS)] += count
         counts[2 + KIND_BINS + _bin(f"{node.kind}\0{node.detail}\0{node.size}", LABEL_BINS)] += count
     return counts
@@ -262,7 +281,7 @@ def node_cost(first: OperationLabel, second: OperationLabel) -> float:
 
 def mass(graph: ModelGraph) -> float:
     """Return the mass of a graph: the edit cost of building it from an empty graph."""
-    return NODE_COST * len(graph) + EDGE_COST * len(edges_of(graph))
+    return NODE_COST * len(graph) + EDGE_COST * len(graph.edges)
 
 
 def normalised(cost: float, total_mass: float) -> float:
@@ -326,10 +345,10 @@ def _least_cost(same_label: Any, same_kind: Any, fewer: Any, more: Any, edges: A
 
 def label_bound(first: ModelGraph, second: ModelGraph) -> float:
     """Return a lower bound of the edit cost of two graphs, from the numbers of common labels and kinds of nodes."""
-    nodes = labels(first), labels(second)
+    nodes = first.labels, second.labels
     same_label = (Counter(nodes[0]) & Counter(nodes[1])).total()
     same_kind = (Counter(node.kind for node in nodes[0]) & Counter(node.kind for node in nodes[1])).total()
-    n_edges = abs(len(edges_of(first)) - len(edges_of(second)))
+    n_edges = abs(len(first.edges) - len(second.edges))
     fewer, more = sorted(map(len, nodes))
     return float(_least_cost(same_label, same_kind, fewer, more, n_edges))
 
@@ -365,22 +384,20 @@ def upper_bound(first: ModelGraph, second: ModelGraph) -> float:
 
     Symmetric, 0 for equal graphs.
     """
-    first, second = sorted(
-        (first, second), key=lambda graph: (len(graph), len(edges_of(graph)), labels(graph), edges_of(graph))
-    )
+    first, second = sorted((first, second), key=lambda graph: (len(graph), len(graph.edges), graph.labels, graph.edges))
     return assignment_cost(first, second, match_nodes(first, second))
 
 
 def assignment_cost(first: ModelGraph, second: ModelGraph, partners: Sequence[int]) -> float:
     """Return the cost of turning `first` into `second` if node i becomes `partners[i]`; -1 = node i is deleted."""
-    others = labels(second)
-    pairs = [(node, others[partner]) for node, partner in zip(labels(first), partners, strict=True) if partner >= 0]
-    there = set(edges_of(second))
-    kept = sum((partners[a], partners[b]) in there for a, b in edges_of(first))
+    others = second.labels
+    pairs = [(node, others[partner]) for node, partner in zip(first.labels, partners, strict=True) if partner >= 0]
+    there = set(second.edges)
+    kept = sum((partners[a], partners[b]) in there for a, b in first.edges)
     return (
         sum(node_cost(a, b) for a, b in pairs)
         + NODE_COST * (len(first) + len(second) - 2 * len(pairs))
-        + EDGE_COST * (len(edges_of(first)) + len(edges_of(second)) - 2 * kept)
+        + EDGE_COST * (len(first.edges) + len(second.edges) - 2 * kept)
     )
 
 
@@ -393,7 +410,7 @@ def match_nodes(first: ModelGraph, second: ModelGraph) -> list[int]:
     """
     partners = [-1] * len(first)
     free = set(range(len(second)))
-    nodes = labels(first), labels(second)
+    nodes = first.labels, second.labels
     number = {node: number for number, node in enumerate({*nodes[0], *nodes[1]})}
     label_N, label_M = ([number[node] for node in side] for side in nodes)
     _pair_in_order(_contexts(first, label_N), _contexts(second, label_M), partners, free)
@@ -415,7 +432,7 @@ def _contexts(graph: ModelGraph, numbers: Sequence[int]) -> list[Hashable]:
     """Return each node's context: its label, and the labels of its predecessors and successors."""
     incoming: list[list[int]] = [[] for _ in numbers]
     outgoing: list[list[int]] = [[] for _ in numbers]
-    for source, target in edges_of(graph):
+    for source, target in graph.edges:
         incoming[target].append(numbers[source])
         outgoing[source].append(numbers[target])
     return [
@@ -440,7 +457,7 @@ def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partne
 
 def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, right: Sequence[int]) -> _LocalCosts:
     """Return the edit costs of pairing nodes `left` of one graph with nodes `right` of another."""
-    sides = [[nodes[index] for index in picked] for nodes, picked in ((labels(first), left), (labels(second), right))]
+    sides = [[nodes[index] for index in picked] for nodes, picked in ((first.labels, left), (second.labels, right))]
     kind = {name: number for number, name in enumerate({node.kind for side in sides for node in side})}
     label = {node: number for number, node in enumerate({node for side in sides for node in side})}
     kind_N, kind_M = (np.array([kind[node.kind] for node in side], dtype=np.int64) for side in sides)
@@ -452,9 +469,7 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
     delete_N, insert_M = np.full(len(left), NODE_COST), np.full(len(right), NODE_COST)
     for end in (0, 1):  # First count the edges that begin at a node, then the edges that end at it.
         degree_N, degree_M = (
-            np.bincount(np.array([edge[end] for edge in edges_of(graph)], dtype=np.int64), minlength=len(graph))[
-                [*picked]
-            ]
+            np.bincount(np.array([edge[end] for edge in graph.edges], dtype=np.int64), minlength=len(graph))[[*picked]]
             for graph, picked in ((first, left), (second, right))
         )
         pair_NM += EDGE_COST / 2 * np.abs(degree_N[:, None] - degree_M)
@@ -503,21 +518,24 @@ def draw_match(first: ModelGraph, second: ModelGraph, path: Path, *, titles: tup
     figure = Figure(figsize=(12, 14), layout="constrained")
     sides = ((first, second, dict(enumerate(partners))), (second, first, back))
     for axes, title, (graph, other, partner) in zip(figure.subplots(1, 2), titles, sides, strict=True):
-        others, colours = labels(other), []
-        for index, node in enumerate(labels(graph)):
+        others, colours = other.labels, []
+        for index, node in enumerate(graph.labels):
             match = partner.get(index, -1)
             colours.append(_ALONE if match < 0 else _SAME if others[match] == node else _CHANGED)
+        _, targets = graph.neighbours()
+        drawn = nx.DiGraph(graph.edges)
+        drawn.add_nodes_from(range(len(graph)))
         places = {
             node: (column, -depth)
-            for depth, level in enumerate(nx.topological_generations(graph))
+            for depth, level in enumerate(generations(dict(enumerate(targets))))
             for column, node in enumerate(sorted(level))
         }
-        nx.draw_networkx_edges(graph, places, ax=axes, arrows=False, edge_color="0.7", width=0.8)
+        nx.draw_networkx_edges(drawn, places, ax=axes, arrows=False, edge_color="0.7", width=0.8)
         size = max(4, 3000 / (len(graph) + 30))
-        nx.draw_networkx_nodes(graph, places, ax=axes, node_color=colours, node_size=size)
+        nx.draw_networkx_nodes(drawn, places, nodelist=range(len(graph)), ax=axes, node_color=colours, node_size=size)
         if len(graph) <= _MAX_LABELLED:
-            texts = {index: f"{node!s:.40}" for index, node in enumerate(labels(graph))}
-            nx.draw_networkx_labels(graph, places, texts, ax=axes, font_size=7, horizontalalignment="left")
+            texts = {index: f"{node!s:.40}" for index, node in enumerate(graph.labels)}
+            nx.draw_networkx_labels(drawn, places, texts, ax=axes, font_size=7, horizontalalignment="left")
         axes.set_title(title)
         axes.axis("off")
     figure.suptitle(caption)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -20,9 +20,6 @@ from sirtaki.fields import MAX_LABEL_CHARS
 from sirtaki.uncompiled import something_is_compiled, unless_traced
 
 from .graph import ModelGraph, OperationLabel, model_graph, topological_order
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 # Maximum length of the text that describes an operation's parameters, and of the text that names the operations merged
 # into it. Longer texts are cut, but the label's `size` counts all parameters.
@@ -66,18 +63,8 @@ class CapturedGraph:
 
     @cached_property
     def graph(self) -> ModelGraph:
-        """Return a coarser graph: small operations are merged, and parameters not reached form a separate chain.
-
-        Computed on first use, because networkx may still be loading during the model's first forward pass.
-        """
-        import networkx as nx
-
-        # Nodes have the fields of `AutogradNode`, and a list `tail` of the kinds of all operations merged into them
-        # below. Nodes and their neighbours keep the order of discovery.
-        operations = nx.DiGraph()
-        for number, own in self.operations.items():
-            operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
-        operations.add_edges_from(self.edges)
+        """Return a coarser graph: small operations are merged, and parameters not reached form a separate chain."""
+        operations = _Operations(self.operations, self.edges)
         _fold_parameters(operations)
         _bypass_shape_only(operations)
         _collapse_chains(operations)
@@ -162,81 +149,123 @@ def _gradient_functions(outputs: object) -> Iterable[Any]:
             stack.extend(reversed(list(vars(item).values())))
 
 
-def _fold_parameters(operations: nx.DiGraph) -> None:
+@dataclass(slots=True)
+class _Operation:
+    """A node of `_Operations`: the fields of `AutogradNode`, and the kinds of operations that were merged into it."""
+
+    kind: str
+    shapes: list[tuple[int, ...]]
+    others: list[tuple[int, ...]]
+    tail: list[str]
+
+
+class _Operations:
+    """A graph of operations that are merged step by step. Nodes and their neighbours keep the order of discovery.
+
+    Attributes:
+        nodes: operations by number.
+        sources: numbers of the operations whose output an operation reads, by its number. The values are dicts, because
+            these keep the order of insertion.
+        targets: numbers of the operations that read an operation's output, by its number.
+    """
+
+    def __init__(self, operations: Mapping[int, AutogradNode], edges: Iterable[tuple[int, int]]) -> None:
+        self.nodes = {
+            number: _Operation(own.kind, [*own.shapes], [*own.others], []) for number, own in operations.items()
+        }
+        self.sources: dict[int, dict[int, None]] = {number: {} for number in operations}
+        self.targets: dict[int, dict[int, None]] = {number: {} for number in operations}
+        self.connect(edges)
+
+    def connect(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Add edges. Edges that exist are ignored."""
+        for source, target in edges:
+            self.targets[source][target] = None
+            self.sources[target][source] = None
+
+    def remove(self, number: int) -> None:
+        """Remove an operation with its edges."""
+        for source in self.sources.pop(number):
+            del self.targets[source][number]
+        for target in self.targets.pop(number):
+            del self.sources[target][number]
+        del self.nodes[number]
+
+
+def _fold_parameters(operations: _Operations) -> None:
     """Merge each parameter into the operation that uses it, also through reshapes.
 
     A parameter that several operations use stays a separate node.
     """
-    waiting = [number for number, kind in operations.nodes(data="kind") if kind == "parameter"]
+    waiting = [number for number, own in operations.nodes.items() if own.kind == "parameter"]
     while waiting:
         number = waiting.pop()
         own = operations.nodes[number]
-        if operations.pred[number] or len(operations.succ[number]) != 1:
+        if operations.sources[number] or len(operations.targets[number]) != 1:
             continue
-        if own["kind"] != "parameter" and own["kind"] not in _SHAPE_ONLY:
+        if own.kind != "parameter" and own.kind not in _SHAPE_ONLY:
             continue
-        (user,) = operations.succ[number]
-        for name in ("shapes", "others"):
-            operations.nodes[user][name].extend(own[name])
-        operations.remove_node(number)
-        if operations.nodes[user]["kind"] in _SHAPE_ONLY:
-            waiting.append(user)
+        (target,) = operations.targets[number]
+        user = operations.nodes[target]
+        user.shapes.extend(own.shapes)
+        user.others.extend(own.others)
+        operations.remove(number)
+        if user.kind in _SHAPE_ONLY:
+            waiting.append(target)
 
 
-def _bypass_shape_only(operations: nx.DiGraph) -> None:
-    for number, own in list(operations.nodes(data=True)):
-        sources, targets = list(operations.pred[number]), list(operations.succ[number])
-        if own["kind"] in _SHAPE_ONLY and not (own["shapes"] or own["others"]) and len(sources) <= 1:
-            operations.remove_node(number)
-            operations.add_edges_from(product(sources, targets))
+def _bypass_shape_only(operations: _Operations) -> None:
+    for number, own in list(operations.nodes.items()):
+        sources, targets = operations.sources[number], operations.targets[number]
+        if own.kind in _SHAPE_ONLY and not (own.shapes or own.others) and len(sources) <= 1:
+            operations.remove(number)
+            operations.connect(product(sources, targets))
 
 
-def _collapse_chains(operations: nx.DiGraph) -> None:
+def _collapse_chains(operations: _Operations) -> None:
     """Merge each operation without parameters into the operation before it, if both form a chain.
 
     That is, the operation has one predecessor, and this predecessor has one successor.
     """
     # Go from inputs to outputs, so that a chain of operations grows at its end.
-    for number, own in reversed(list(operations.nodes(data=True))):
-        sources, targets = list(operations.pred[number]), list(operations.succ[number])
-        if own["shapes"] or own["others"] or len(sources) != 1 or len(operations.succ[sources[0]]) != 1:
+    for number, own in reversed(list(operations.nodes.items())):
+        sources, targets = operations.sources[number], operations.targets[number]
+        if own.shapes or own.others or len(sources) != 1:
             continue
-        operations.nodes[sources[0]]["tail"].extend([own["kind"], *own["tail"]])
-        operations.remove_node(number)
-        operations.add_edges_from(product(sources, targets))
+        (source,) = sources
+        if len(operations.targets[source]) != 1:
+            continue
+        operations.nodes[source].tail.extend([own.kind, *own.tail])
+        operations.remove(number)
+        operations.connect(product(sources, targets))
 
 
-def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
+def _coarse(operations: _Operations, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
     """Return the graph with its nodes in the order of computation, which is easier to read and to match."""
-    # Reverse the order of the nodes, because they were discovered from outputs to inputs.
-    forward = operations.__class__()
-    forward.add_nodes_from(reversed(list(operations)))
-    forward.add_edges_from(operations.edges)
     nodes: list[OperationLabel] = []
     ends: dict[int, tuple[int, int]] = {}
     edges: list[tuple[int, int]] = []
-    for number in topological_order(forward):
+    # Reverse the order of the nodes, because they were discovered from outputs to inputs.
+    for number in topological_order({number: operations.targets[number] for number in reversed(operations.nodes)}):
         own, start = operations.nodes[number], len(nodes)
-        if len(own["shapes"]) + len(own["others"]) > _OPAQUE_PARAMETERS:
-            nodes.extend(_parameter_node(shape) for shape in own["shapes"])
-            nodes.extend(OperationLabel(kind="parameter", detail=_other_text(shape)) for shape in own["others"])
+        if len(own.shapes) + len(own.others) > _OPAQUE_PARAMETERS:
+            nodes.extend(_parameter_node(shape) for shape in own.shapes)
+            nodes.extend(OperationLabel(kind="parameter", detail=_other_text(shape)) for shape in own.others)
         else:
-            nodes.append(_operation_node(**own))
+            nodes.append(_operation_node(own))
         ends[number] = start, len(nodes) - 1
         edges.extend(pairwise(range(start, len(nodes))))
-    edges.extend((ends[a][1], ends[b][0]) for a, b in operations.edges)
+    edges.extend((ends[a][1], ends[b][0]) for a, targets in operations.targets.items() for b in targets)
     edges.extend(pairwise(range(len(nodes), len(nodes) + len(missing))))
     return model_graph([*nodes, *map(_parameter_node, missing)], edges)
 
 
-def _operation_node(
-    kind: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]], tail: Sequence[str]
-) -> OperationLabel:
+def _operation_node(own: _Operation) -> OperationLabel:
     # Sort the shapes, because the order of weight and bias depends on the version of torch.
-    texts = [*sorted(map(_shape_text, shapes)), *sorted(map(_other_text, others))]
-    joined = "".join("+" + name for name in tail)
+    texts = [*sorted(map(_shape_text, own.shapes)), *sorted(map(_other_text, own.others))]
+    joined = "".join("+" + name for name in own.tail)
     detail = ",".join(texts)[:_MAX_DETAIL_CHARS] + joined[:_MAX_DETAIL_CHARS]
-    return OperationLabel(kind=kind[:200], detail=detail, size=sum(map(prod, shapes)))
+    return OperationLabel(kind=own.kind[:200], detail=detail, size=sum(map(prod, own.shapes)))
 
 
 def _parameter_node(shape: Sequence[int]) -> OperationLabel:

@@ -50,7 +50,7 @@ def is_yet_to_be_made(url_or_path: str | None) -> bool:
 
 
 def load_ahead(url_or_path: str | None = None) -> None:
-    """Import the modules for a look-up in the registry (networkx, SQLAlchemy) in a background thread.
+    """Import the modules for a search in the registry (SQLAlchemy) in a background thread.
 
     The imports take 0.2 s of processor time. Does nothing if the registry does not exist yet. `os.fork` waits for the
     thread, because a module whose import is in progress would stay locked forever in the child.
@@ -68,7 +68,6 @@ _loading: threading.Thread | None = None
 def _load() -> None:
     # Suppress errors: the import at the look-up raises them again.
     with contextlib.suppress(Exception):
-        import networkx  # noqa: F401
         import sqlalchemy.dialects.sqlite  # noqa: F401
 
         from . import store  # noqa: F401

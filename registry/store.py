@@ -8,14 +8,12 @@ import os
 import re
 import sqlite3
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote
 
 from msgspec import Struct
 from sqlalchemy import (
@@ -47,7 +45,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 
-from sirtaki.errors import CorruptStoreError, RegistryError, require
+from sirtaki.errors import CorruptStoreError, RegistryError
 from sirtaki.fields import parsed, plain
 from sirtaki.measures import Gain
 
@@ -64,6 +62,7 @@ from .graph import (
     signature,
     to_bytes,
 )
+from .rows import VERSION, compressed, connect_file, expanded, record_of
 from .schema import RECORDS, JobRecord, Key, StoredSetting
 
 logger = logging.getLogger(__name__)
@@ -153,6 +152,7 @@ SCHEMAS: Sequence[Sequence[Table]] = (
     *((table,) for table in _TABLES.values() if table is not entries),
 )
 """Tables that each version of the schema added, in order. A read-only registry may have an older version."""
+assert len(SCHEMAS) == VERSION
 
 # Id of an advisory lock of PostgreSQL: an arbitrary number that is equal in all processes.
 _LOCK = 0x51A7A1
@@ -160,9 +160,6 @@ _LOCK = 0x51A7A1
 # Number of attempts to write. If two jobs insert the same key or graph at the same time, the second insert fails, and
 # the next attempt updates the row.
 _ATTEMPTS = 5
-
-# Upper bound of the JSON size of the largest permitted graph. A larger body is an attempt to exhaust memory.
-_MAX_GRAPH_BYTES = 1 << 27
 
 MAX_PER_KEY = 1000
 """Largest number of records with one key that are read from the database, newest first."""
@@ -269,7 +266,7 @@ class Store:
             for name in some:
                 with _skipping(f"{kind.called} {name}", level):
                     if name in rows:
-                        yield _record(kind, *rows[name])
+                        yield record_of(kind, *rows[name])
 
     def nearest(self, kind: type[R], key: Key, wanted: object) -> list[R]:
         """Return the usable records with this key, by ascending `kind.distance` to `wanted`."""
@@ -286,7 +283,7 @@ class Store:
                 raise RegistryError(
                     "this tuning result cannot be read: its model graph or cluster topology is missing in the registry"
                 )
-            return _record(found, *row)
+            return record_of(found, *row)
         except RegistryError as err:
             raise RegistryError(
                 f"the stored tuning result {name} (type: {found.called}) is damaged ({err}); remove it with "
@@ -605,24 +602,12 @@ def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str])
     yield from connection.execute(wanted.where(table.c.id.in_(ids)))
 
 
-def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
-    """Build the record of a row of `_rows`. Raises RegistryError if the record is damaged."""
-    data = parsed(dict[str, Any], body)
-    data |= {
-        field: parsed(dict, _expanded(graph), at=field)
-        for field, graph in zip(("model", "topology"), graphs, strict=False)
-    }
-    record = kind.from_json(data)
-    require(record.id == name, "id", f"{record.id}, the hash of the field key", name, RegistryError)
-    return record
-
-
 def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tuple[str, ModelGraph]]:
     """Yield the readable model graphs with these fingerprints."""
     for some in _in_parts(fingerprints):
         for name, body in connection.execute(select(models).where(models.c.fingerprint.in_(some))):
             with _skipping(f"model {name}"):
-                yield name, parsed(GraphJson, _expanded(body)).graph()
+                yield name, parsed(GraphJson, expanded(body)).graph()
 
 
 def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting | None) -> bool:
@@ -634,7 +619,7 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
     damaged = False
     if row is not None:
         try:
-            old = _record(kind, *row)
+            old = record_of(kind, *row)
             if old != disproved and not record.supersedes(old):
                 return False
         except RegistryError as err:
@@ -657,9 +642,9 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
 def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dict[str, Any]:
     """Store the graphs of a record. Return the columns of the record's row that lists and searches read."""
     key = record.key
-    graph = {"body": _compressed(graph_to_json(record.model))}
+    graph = {"body": compressed(graph_to_json(record.model))}
     summary = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(record.model))}
-    cluster = {"shape": canonical_json(plain(record.topology.shape())), "body": _compressed(plain(record.topology))}
+    cluster = {"shape": canonical_json(plain(record.topology.shape())), "body": compressed(plain(record.topology))}
     for table, fingerprint, values in (
         (models, key.model, graph),
         (signatures, key.model, summary),
@@ -685,24 +670,6 @@ def _delete_orphans(connection: Connection) -> None:
         connection.execute(delete(table).where(~used.exists()))
     for column in (distances.c.low, distances.c.high):
         connection.execute(delete(distances).where(column.not_in(select(models.c.fingerprint))))
-
-
-def _compressed(data: object) -> bytes:
-    return zlib.compress(canonical_json(data).encode())
-
-
-def _expanded(body: bytes) -> bytes:
-    """Decompress the output of `_compressed`. Raises RegistryError if it is damaged or exceeds the size limit."""
-    try:
-        inflate = zlib.decompressobj()
-        text = inflate.decompress(body, _MAX_GRAPH_BYTES)
-    except (zlib.error, TypeError) as err:
-        raise RegistryError(
-            f"a stored tuning result is damaged: its model graph or cluster topology cannot be decompressed ({err})"
-        ) from err
-    rule = f"at most {_MAX_GRAPH_BYTES} bytes"
-    require(not inflate.unconsumed_tail, "model graph or topology", rule, "more", RegistryError)
-    return text
 
 
 def file_of(url_or_path: str) -> Path | None:
@@ -734,10 +701,6 @@ def _url(url_or_path: str) -> URL | None:
         ) from err
 
 
-# Seconds to wait for SQLite's write lock. A write takes milliseconds, but if dozens of jobs start together, the last
-# one may wait for seconds.
-_BUSY_TIMEOUT_S = 15.0
-
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "9p", "glusterfs")
 
 
@@ -749,7 +712,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
     journal = "DELETE" if _is_on_network(path) else "WAL"
 
     def connect() -> sqlite3.Connection:
-        connection = _connect(path, "mode=ro" if read_only else "mode=rwc")
+        connection = connect_file(path, "mode=ro" if read_only else "mode=rwc")
         try:
             if read_only:
                 try:
@@ -758,7 +721,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
                     # Open the database as `immutable`: otherwise even readers in WAL mode write an index file beside
                     # it.
                     connection.close()
-                    connection = _connect(path, "mode=ro&immutable=1")
+                    connection = connect_file(path, "mode=ro&immutable=1")
             # Disable implicit transactions: `_begin` below starts them.
             connection.isolation_level = None
             connection.execute("PRAGMA foreign_keys = ON")
@@ -789,7 +752,7 @@ def is_damaged(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        connection = _connect(path, "mode=rw")
+        connection = connect_file(path, "mode=rw")
         try:
             return bool(connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok")
         finally:
@@ -797,11 +760,6 @@ def is_damaged(path: Path) -> bool:
     except sqlite3.DatabaseError as err:
         # Compare the exact type: its subclasses report locks and missing permissions, not damage.
         return type(err) is sqlite3.DatabaseError
-
-
-def _connect(path: Path, options: str) -> sqlite3.Connection:
-    uri = f"file:{quote(str(path.absolute()))}?{options}"
-    return sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
 
 
 def _is_on_network(path: Path) -> bool:

@@ -29,7 +29,6 @@ from .graph import (
     distance,
     fingerprint,
     histogram_bounds,
-    labels,
     mass,
     node_cost,
     normalised,
@@ -447,7 +446,7 @@ def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None)
 
 
 def _size_ratio(there: ModelGraph, here: ModelGraph) -> float:
-    sizes = [sum(node.size for node in labels(model)) for model in (there, here)]
+    sizes = [sum(node.size for node in model.labels) for model in (there, here)]
     return sizes[1] / sizes[0] if all(sizes) else 1.0
 
 

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -105,6 +105,13 @@ def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
     """Yield the functions defined in a module: module functions, methods, and functions inside decorators' closures."""
     module = namespace.__name__ if isinstance(namespace, ModuleType) else namespace.__module__
     for found in list(vars(namespace).values()):
+        kind = type(found)
+        if kind is FunctionType and found.__closure__ is None and not found.__dict__:  # most values are plain functions
+            if found.__module__ == module:
+                yield found
+            continue
+        if kind in _WITHOUT_FUNCTIONS:
+            continue
         if isinstance(found, type):
             if found.__module__ == module and found is not namespace:
                 yield from _functions(found)
@@ -119,6 +126,12 @@ def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
                 yield function
                 with suppress(ValueError):  # An empty cell raises ValueError.
                     pending += [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+_WITHOUT_FUNCTIONS = frozenset(
+    {str, int, float, bool, bytes, tuple, list, dict, set, frozenset, type(None), ModuleType, MemberDescriptorType}
+)
+"""Types of most other values in modules and classes. No function is found through them."""
 
 
 def _unwrap(found: Any) -> tuple[Any, ...]:

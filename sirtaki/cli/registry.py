@@ -222,7 +222,7 @@ def _job_facts(entry: JobRecord) -> Mapping[str, str]:
     known = [f"{name} {link}" for name, link in links.items() if link.is_known]
     return {
         "job": entry.describe(),
-        "model": f"{len(entry.model)} nodes, {entry.model.size()} edges, {key.model}",
+        "model": f"{len(entry.model)} nodes, {len(entry.model.edges)} edges, {key.model}",
         "cluster": "; ".join([entry.topology.describe(), *known, key.topology]),
         "hosts": ", ".join(filter(None, entry.provenance.host_kinds)) or "of unknown kind",
         "elements": f"{key.dtype} on {key.device}",

@@ -36,7 +36,7 @@ from sirtaki.comm.modes import outside_modes
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.autograd import in_backward
 from sirtaki.engine.console import start_logging
-from sirtaki.engine.settings import NEVER_S, REGISTRY_OFF, Settings
+from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import (
     CommError,
     ConfigError,
@@ -48,7 +48,6 @@ from sirtaki.errors import (
 )
 from sirtaki.machine import at_exit, forget_at_exit, in_forked_children
 from sirtaki.measures import counted
-from sirtaki.registry.opening import load_ahead
 from sirtaki.uncompiled import exclude_from_compilation
 from sirtaki.watch import watchers
 from sirtaki.watch.watchers import JobBeacon, Totals
@@ -553,9 +552,6 @@ def init(
             )
         _job = _next_generation(settings, elastic)
     control = _job.control
-    if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
-        # Import the registry's modules now, because all ranks would wait for a later import.
-        load_ahead(settings.registry)
     # Set these environment variables, because scripts written for horovodrun read them.
     given = set(os.environ)
     for name, value in (

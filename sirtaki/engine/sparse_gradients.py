@@ -309,6 +309,8 @@ class SparseReductions:
                 if name in self._targets:
                     self._controller.abandon(self._targets[name])
                 tries = self._tries and self._gpu is None
+                if tries:
+                    self._memory.load_ahead()
                 self._targets[name] = RowsTarget(name, form, self._control, fixed=self._fixed, tries=tries)
         self._begin_iteration()
 

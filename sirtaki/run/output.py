@@ -24,8 +24,9 @@ from typing import IO, TextIO
 
 from sirtaki.engine.console import drawn, is_terminal
 from sirtaki.errors import ConfigError
-from sirtaki.machine import signal_name
+from sirtaki.machine import memory_limits, signal_name
 
+from .hosts import Host
 from .rank_channel import PATTERN, UNFINISHED, ChannelLine, RankEvent
 
 _CLEARED = drawn("").encode()
@@ -223,8 +224,11 @@ class NoticeFilter:
 
 def killed(rank: int, host: str, number: int) -> Ending:
     """Return the report of a rank that was killed by signal `number`."""
-    why = ", as the system does if memory runs out" if number == signal.SIGKILL else ""
-    reason = f"killed by {signal_name(number)}{why}"
+    reason = f"killed by {signal_name(number)}"
+    if number == signal.SIGKILL:
+        reason += ", as the system does if memory runs out"
+        if Host(name=host, slots=1).is_local and (limit := memory_limits()):  # ranks have the launcher's limit
+            reason += f" (the limit is {limit})"
     return Ending(rank=rank, host=host, exit_code=128 + number, reason=reason)
 
 

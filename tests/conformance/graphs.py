@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from sirtaki.registry.graph import ModelGraph, OperationLabel, edges_of, labels, model_graph
+from sirtaki.registry.graph import ModelGraph, OperationLabel, model_graph
 from sirtaki.registry.model_graph import shapes_graph
 
 NODES = st.builds(
@@ -29,8 +29,8 @@ def renumbered(graph: ModelGraph, seed: int) -> ModelGraph:
     order = list(range(len(graph)))
     random.Random(seed).shuffle(order)
     place = {old: new for new, old in enumerate(order)}
-    nodes = labels(graph)
-    return model_graph((nodes[old] for old in order), ((place[a], place[b]) for a, b in edges_of(graph)))
+    nodes = graph.labels
+    return model_graph((nodes[old] for old in order), ((place[a], place[b]) for a, b in graph.edges))
 
 
 def chain_graph(sizes: Iterable[int]) -> ModelGraph:

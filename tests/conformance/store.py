@@ -24,7 +24,7 @@ from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.errors import RegistryError
 from sirtaki.measures import LinkModel
 from sirtaki.registry.cluster import Topology
-from sirtaki.registry.graph import WIDTH, ModelGraph, labels, signature
+from sirtaki.registry.graph import WIDTH, ModelGraph, signature
 from sirtaki.registry.schema import (
     JobRecord,
     Provenance,
@@ -198,7 +198,7 @@ def forgetting_removes_what_only_that_entry_used(store: Store) -> None:
     assert store.get(JobRecord, kept.key) == kept
     assert store.signatures()[0] == [kept.key.model]
     found = store.models([kept.key.model, gone.key.model])
-    assert {name: labels(graph) for name, graph in found.items()} == {kept.key.model: labels(kept.model)}
+    assert {name: graph.labels for name, graph in found.items()} == {kept.key.model: kept.model.labels}
     assert store.shapes() == {kept.key.topology: kept.topology.shape()}
     assert store.distances(kept.key.model) == {}
 

@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from sirtaki.registry import model_graph as recorder_module
-from sirtaki.registry.graph import ModelGraph, edges_of, fingerprint, labels
+from sirtaki.registry.graph import ModelGraph, fingerprint
 from sirtaki.registry.model_graph import CapturedGraph, ModelGraphRecorder, capture, shapes_graph
 
 
@@ -28,7 +28,7 @@ def capture_of(model: nn.Module, output: object) -> CapturedGraph:
 
 def texts(graph: ModelGraph | None) -> list[str]:
     assert graph is not None
-    return [str(node) for node in labels(graph)]
+    return [str(node) for node in graph.labels]
 
 
 class Bottleneck(nn.Module):
@@ -59,27 +59,27 @@ def test_a_chain_of_layers_is_a_chain_of_nodes_with_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8, 2, bias=False))
     found = capture_of(model, model(torch.randn(3, 4)))
     assert texts(found.graph) == ["Addmm 8,8x4+Relu+Mul", "Mm 2x8"]
-    assert edges_of(found.graph) == [(0, 1)]
-    assert [node.size for node in labels(found.graph)] == [40, 16]
+    assert list(found.graph.edges) == [(0, 1)]
+    assert [node.size for node in found.graph.labels] == [40, 16]
     assert found.n_reached == 3
 
 
 def test_branches_stay_branches() -> None:
     model = Bottleneck(16, 4)
     graph = capture_of(model, model(torch.randn(2, 16, 5, 5, requires_grad=True))).graph
-    kinds = Counter(node.kind for node in labels(graph))
+    kinds = Counter(node.kind for node in graph.labels)
     assert kinds["Convolution"] == 3
     assert kinds["NativeBatchNorm"] == 3
     assert kinds["Add"] == 1
-    add = next(index for index, node in enumerate(labels(graph)) if node.kind == "Add")
-    assert len([edge for edge in edges_of(graph) if edge[1] == add]) == 2
+    add = next(index for index, node in enumerate(graph.labels) if node.kind == "Add")
+    assert len([edge for edge in graph.edges if edge[1] == add]) == 2
 
 
 def test_a_shared_weight_is_a_node_of_its_own_with_two_users() -> None:
     layer = nn.Linear(4, 4, bias=False)
     graph = capture_of(layer, layer(torch.tanh(layer(torch.randn(2, 4))))).graph
-    (weight,) = [index for index, node in enumerate(labels(graph)) if node.kind == "parameter"]
-    assert len([edge for edge in edges_of(graph) if edge[0] == weight]) == 2
+    (weight,) = [index for index, node in enumerate(graph.labels) if node.kind == "parameter"]
+    assert len([edge for edge in graph.edges if edge[0] == weight]) == 2
 
 
 def test_several_outputs_in_any_nesting_are_one_graph() -> None:
@@ -95,7 +95,7 @@ def test_several_outputs_in_any_nesting_are_one_graph() -> None:
     found = capture_of(model, {"a": heads[0](y), "rest": [(heads[1](y), None, "text", 3)], "object": Output()})
     assert found.n_reached == 8
     assert sorted(texts(found.graph)) == ["Addmm 1,1x4", "Addmm 2,2x4", "Addmm 3,3x4", "Addmm 4,4x4"]
-    assert len(edges_of(found.graph)) == 3
+    assert len(found.graph.edges) == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -103,7 +103,7 @@ def test_parameters_of_checkpointed_blocks_are_not_lost(use_reentrant: bool) -> 
     first, second = nn.Linear(4, 4), nn.Linear(4, 8)
     output = checkpoint(second, first(torch.randn(2, 4)), use_reentrant=use_reentrant)
     found = capture_of(nn.ModuleList([first, second]), output)
-    assert sum(node.size for node in labels(found.graph)) == 20 + 40
+    assert sum(node.size for node in found.graph.labels) == 20 + 40
     assert found.n_reached == (2 if use_reentrant else 4)
 
 
@@ -111,7 +111,7 @@ def test_unused_parameters_are_a_chain_beside_the_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3))
     found = capture_of(model, model[0](torch.randn(2, 4)))
     assert texts(found.graph) == ["Addmm 4,4x4", "parameter 3x3", "parameter 3"]
-    assert edges_of(found.graph) == [(1, 2)]
+    assert list(found.graph.edges) == [(1, 2)]
 
 
 def test_an_operation_that_hides_a_whole_model_becomes_the_chain_of_its_parameters() -> None:
@@ -123,7 +123,7 @@ def test_an_operation_that_hides_a_whole_model_becomes_the_chain_of_its_paramete
     model = nn.ParameterList([torch.randn(n + 1) for n in range(20)])
     graph = capture_of(model, Fused.apply(*model)).graph
     assert texts(graph) == [f"parameter {n + 1}" for n in range(20)]
-    assert edges_of(graph) == [(n, n + 1) for n in range(19)]
+    assert list(graph.edges) == [(n, n + 1) for n in range(19)]
 
 
 def test_an_output_without_gradients_has_no_graph() -> None:
@@ -187,8 +187,8 @@ def test_a_resnet_152_is_captured_in_50_ms_and_keeps_no_activation() -> None:
 
 def test_a_chain_replaces_the_graph_if_only_the_layout_is_known() -> None:
     assert texts(shapes_graph([(3, 10), (), (7,)])) == ["parameter 3x10", "parameter scalar", "parameter 7"]
-    assert [node.size for node in labels(shapes_graph([(3, 10), ()]))] == [30, 1]
-    assert edges_of(shapes_graph([(1,), (2,), (3,)])) == [(0, 1), (1, 2)]
+    assert [node.size for node in shapes_graph([(3, 10), ()]).labels] == [30, 1]
+    assert list(shapes_graph([(1,), (2,), (3,)]).edges) == [(0, 1), (1, 2)]
     assert len(shapes_graph([])) == 0
 
 
@@ -200,7 +200,7 @@ def test_a_model_of_which_a_part_is_reduced_is_another_graph_for_each_part() -> 
         capture(output, {id(parameter): tuple(parameter.shape) for parameter in half}).graph for half in halves
     )
     assert texts(first) == ["Addmm 4,4x4+Relu"] * 2 + ["Addmm other 4,other 4x4+Relu"] * 2
-    assert sum(node.size for node in labels(first)) == 40
+    assert sum(node.size for node in first.labels) == 40
     assert len({*map(fingerprint, (first, second, capture_of(model, output).graph))}) == 3
 
 

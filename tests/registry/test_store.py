@@ -23,6 +23,7 @@ from msgspec import structs
 from sqlalchemy.exc import ArgumentError, DatabaseError, IntegrityError, OperationalError
 
 from sirtaki.errors import CorruptStoreError, RegistryError
+from sirtaki.registry import rows
 from sirtaki.registry import store as store_module
 from sirtaki.registry.graph import canonical_json
 from sirtaki.registry.opening import default_path, open_store
@@ -183,7 +184,7 @@ def test_a_file_that_may_not_be_written_is_read() -> None:
         from sirtaki.errors import RegistryError
         from sirtaki.registry.opening import open_store
         from sirtaki.registry.schema import JobRecord
-        import sirtaki.registry.store, networkx, torch
+        import sirtaki.registry.store, torch
         if os.getuid() == 0:
             os.setuid(65534)
         entry = make_entry()
@@ -384,7 +385,7 @@ def test_a_graph_that_would_fill_the_memory_is_refused(
 ) -> None:
     store.put(make_entry())
     run_sql(path, f"UPDATE models SET body = x'{zlib.compress(b'0' * 100_000).hex()}'")
-    monkeypatch.setattr(store_module, "_MAX_GRAPH_BYTES", 1000)
+    monkeypatch.setattr(rows, "_MAX_GRAPH_BYTES", 1000)
     with pytest.raises(RegistryError, match="at most 1000 bytes, found more"):
         store.find(JobRecord, make_entry().id)
     assert store.models([make_entry().key.model]) == {}
@@ -429,7 +430,7 @@ def test_a_garbage_file_is_named_and_left_alone(content: bytes, path: Path) -> N
 
 
 def test_damage_is_distinguished_from_missing_and_busy_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(rows, "_BUSY_TIMEOUT_S", 0.05)
     assert not is_damaged(path)
     assert not path.exists()
     run_sql(path, "CREATE TABLE kept (x)")
@@ -582,6 +583,6 @@ def test_a_process_that_forks_while_a_lookup_is_prepared_can_import_the_same_in_
         "import os, signal, sys; from sirtaki.registry.opening import load_ahead; load_ahead(sys.argv[1]); "
         "child = os.fork()\n"
         "if child: sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        "signal.alarm(20); import networkx, sqlalchemy.orm; os._exit(0)"
+        "signal.alarm(20); import sqlalchemy.orm; os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=True)

@@ -48,6 +48,14 @@ If the model of latency and bandwidth fits its measurements less well, the error
 """
 
 
+RENEWED_AFTER_S = 24 * 3600.0
+"""Age of a job's record from which a job that confirms its setting stores it again."""
+
+
+def _age_s(record: JobRecord) -> float:
+    return time.time() - record.created_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstProposal:
     """A setting, derived from an earlier job, that the tuner tries first.
@@ -272,18 +280,18 @@ class TuningCache:
         self._recorder.stop()
         self._asked = layouts, space
 
-        def look(store: Store) -> CacheHit:
+        def look() -> CacheHit:
             job = self._described()
-            self._own = None if job is None else store.get(JobRecord, job.key)
+            self._own = None if job is None else self._memory.entry(job.key)
             return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
 
-        return self._memory.read(look, CacheHit())
+        hit = self._memory.guard(look, CacheHit()) if self._memory.exists else CacheHit()
+        if hit.exact is None or self._own is None or _age_s(self._own) > RENEWED_AFTER_S:
+            self._memory.load_ahead()  # for the search for similar jobs, or the new record
+        return hit
 
     def _described(self) -> JobDescription | None:
-        """Return the description of this job. None if no graph of the model was recorded.
-
-        The first call computes the description, because this needs networkx, which loads slowly.
-        """
+        """Return the description of this job, computed by the first call. None if no model graph was recorded."""
         # Clear the request for a description of the job, so that a failing computation is not repeated.
         asked, self._asked = self._asked, None
         if asked is not None:
@@ -419,6 +427,9 @@ class TuningCache:
     ) -> str:
         """Store the result of a search in the registry. Return where it was stored, in words; "" if it was not stored.
 
+        A result that only confirms this job's recent record is not stored again, because the import of SQLAlchemy
+        would make all ranks wait.
+
         Args:
             result: result of the search.
             trials: all settings that the search tried, with their times.
@@ -428,6 +439,8 @@ class TuningCache:
                 with a condition is stored in addition to the job's own record.
         """
         if not all(0 < span < math.inf for span in (result.best_span_s, result.default_span_s)):
+            return ""
+        if complete and not condition and self._own is not None and self._is_confirmed(self._own, result, trials):
             return ""
 
         def store_it(store: Store) -> str:
@@ -450,6 +463,12 @@ class TuningCache:
             return stored(record, store) if kept else ""
 
         return self._memory.attempt(store_it, "")
+
+    def _is_confirmed(self, own: JobRecord, result: SessionResult, trials: Sequence[Trial]) -> bool:
+        """Return whether a result confirms this job's record, which is recent, and no other settings were tried."""
+        tried, before = ({trial.knobs for trial in some} for some in (trials, own.trials))
+        recent = own.complete and self._disproved is None and _age_s(own) <= RENEWED_AFTER_S
+        return recent and result.knobs == own.knobs and tried <= before | {own.knobs}
 
     def _record(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sirtaki.engine.settings import REGISTRY_OFF
 from sirtaki.errors import CorruptStoreError, RegistryError, in_a_line
-from sirtaki.registry.opening import default_path, is_yet_to_be_made, open_store
-from sirtaki.registry.schema import Key, StoredSetting
+from sirtaki.registry.opening import default_path, is_yet_to_be_made, load_ahead, open_store
+from sirtaki.registry.rows import read_entry
+from sirtaki.registry.schema import EntryKey, JobRecord, Key, StoredSetting
 from sirtaki.registry.warm_start import JobDescription, Neighbour, neighbours
 
 if TYPE_CHECKING:
@@ -51,6 +53,25 @@ class SettingsMemory:
         self._off = url_or_path == REGISTRY_OFF
         self.name = ""
         self.warned = False
+
+    def entry(self, key: EntryKey) -> JobRecord | None:
+        """Return the entry of a job with this key. None if there is none."""
+        if self.exists and (self._url_or_path is None or "://" not in self._url_or_path):
+            path = Path(self._url_or_path or default_path())
+            try:
+                found = read_entry(path, key)
+            except Exception:
+                # The store below repairs a damaged file, and explains any other problem.
+                logger.debug("the registry %s cannot be read without SQLAlchemy", path, exc_info=True)
+            else:
+                self.name = str(path)
+                return found
+        return self.read(lambda store: store.get(JobRecord, key), None)
+
+    def load_ahead(self) -> None:
+        """Import the modules for a search in the registry in a background thread, before all ranks wait for them."""
+        if not self._off:
+            load_ahead(self._url_or_path)
 
     def recall(self, kind: type[_R], key: Key, wanted: object, accept: Callable[[_R], _T | None]) -> _T | None:
         """Return `accept(record)` for the stored record most similar to this job that `accept` does not reject.

@@ -226,7 +226,7 @@ def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
     Raises:
         PlanError: `knobs` do not fit the layouts.
     """
-    return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, layouts))
+    return tuple(plan.on_fewest_streams() for plan in checked_plans(knobs, layouts))
 
 
 def fixed_knobs(settings: Settings, lossy: Sequence[str] = ()) -> dict[str, str]:

@@ -107,6 +107,8 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         # is stored.
         self._key: ShardsKey | None = None
         self._memory = SettingsMemory(settings.registry)
+        if self._controller is not None and self._control is not None and self._control.rank == 0:
+            self._memory.load_ahead()
         self._space: ShardSpace | None = None  # Settings that the search may try, on rank 0.
         self._step: ShardedStep | None = None
         self._begun: Event = None  # Begin of the training step in progress.

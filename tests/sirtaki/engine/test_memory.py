@@ -1,5 +1,6 @@
 """The registry as a job uses it: what it recalls and keeps, and that no failure of it ends training."""
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from msgspec import structs
 
 from sirtaki.engine.settings import REGISTRY_OFF
 from sirtaki.engine.tuning.memory import SettingsMemory
-from sirtaki.registry import store as store_module
+from sirtaki.registry import rows
 from sirtaki.registry.opening import default_path, open_store
 from sirtaki.registry.schema import EntryKey, JobRecord, RowsRecord, ShardsRecord, StoredSetting
 from sirtaki.registry.store import set_aside
@@ -83,6 +85,73 @@ def test_a_sound_store_is_used_without_a_word(path: Path, caplog: pytest.LogCapt
     assert memory.keep(entry)
     assert found(memory, entry.key) == entry
     assert warnings_of(caplog) == []
+
+
+def test_the_entry_of_a_job_is_read_without_sqlalchemy(path: Path) -> None:
+    entry = make_entry()
+    assert SettingsMemory(str(path)).entry(entry.key) is None
+    store = open_store(str(path))
+    store.put(entry)
+    store.close()
+    code = (
+        "import json, sys; from sirtaki.engine.tuning.memory import SettingsMemory; "
+        "from sirtaki.registry.schema import JobRecord; memory = SettingsMemory(sys.argv[1]); "
+        "entry, missing = map(JobRecord.from_json, json.loads(sys.argv[2])); "
+        "print(memory.entry(entry.key) == entry, memory.entry(missing.key), memory.name == sys.argv[1], "
+        "{'sqlalchemy', 'networkx'} & {*sys.modules})"
+    )
+    records = json.dumps([entry.to_json(), make_entry(ranks=32).to_json()])
+    argv = [sys.executable, "-c", code, str(path), records]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "None", "True", "set()"]
+
+
+def test_the_entry_of_a_job_is_read_from_a_url_and_from_an_unwritable_or_a_locked_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rows, "_BUSY_READER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(rows, "_BUSY_TIMEOUT_S", 0.05)
+    entry = make_entry()
+    assert SettingsMemory(str(path)).keep(entry)
+    assert SettingsMemory(f"sqlite:///{path}").entry(entry.key) == entry
+    run_sql(path, "PRAGMA journal_mode = DELETE")
+    with closing(sqlite3.connect(path)) as lock:
+        lock.execute("BEGIN EXCLUSIVE")
+        assert SettingsMemory(str(path)).entry(entry.key) is None
+        lock.rollback()
+    (warning,) = warnings_of(caplog)
+    assert "locked" in warning
+    assert SettingsMemory(str(path)).entry(entry.key) == entry
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE entries SET body = '{'",
+        "UPDATE entries SET best_span_s = 1, body = replace(body, '\"arm\"', '\"arms\"')",
+        "UPDATE models SET body = x'00'",
+        "DELETE FROM models",
+    ],
+)
+def test_a_damaged_entry_is_none(path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    memory = SettingsMemory(str(path))
+    assert memory.keep(make_entry())
+    run_sql(path, damage)
+    assert memory.entry(make_entry().key) is None
+    assert warnings_of(caplog) == []
+
+
+def test_an_entry_is_looked_up_in_a_damaged_file_and_in_that_of_a_later_release(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_bytes(b"garbage" * 500)
+    assert SettingsMemory(str(path)).entry(make_entry().key) is None
+    assert Path(f"{path}.broken-1").exists()
+    assert SettingsMemory(str(path)).keep(make_entry())
+    run_sql(path, "UPDATE sirtaki_schema SET version = 99")
+    assert SettingsMemory(str(path)).entry(make_entry().key) is None
+    _, warning = warnings_of(caplog)
+    assert "version 99" in warning
 
 
 def test_where_there_is_no_registry_yet_reading_makes_none_and_loads_nothing(path: Path) -> None:
@@ -166,7 +235,7 @@ def test_an_unwritable_place_is_one_warning_and_an_empty_store(caplog: pytest.Lo
 def test_a_locked_file_is_one_warning_and_is_not_waited_for_again(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "_BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(rows, "_BUSY_TIMEOUT_S", 0.05)
     entry, better = make_entry(), make_entry(best_span_s=0.1)
     memory = SettingsMemory(str(path))
     assert memory.keep(entry)

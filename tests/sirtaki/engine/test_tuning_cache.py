@@ -18,6 +18,8 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 from sirtaki.engine.settings import Settings
+from sirtaki.engine.tuning import cache
+from sirtaki.engine.tuning import memory as settings_memory
 from sirtaki.engine.tuning.cache import (
     OTHER_TIMES,
     OTHER_TIMES_ON_ONE_HOST,
@@ -111,7 +113,7 @@ def test_hosts_and_devices_are_distinguished_by_their_kind(path: Path) -> None:
     assert sorted(entry.provenance.host_kinds for entry in store.all(JobRecord)) == [("large",), ("small",)]
 
 
-def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> None:
+def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_winner(path)
     first = only_entry(path)
     again, layout = job(path)
@@ -121,12 +123,46 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
     assert f"in the registry {path} (entry {first.id[:8]}, stored {local_time(first.created_s)})" in found.message
     assert again.first_proposals([layout], SPACE, None) == []
     checked = replace(WINNER, arm="registry", n_trials=2)
+    monkeypatch.setattr(cache, "RENEWED_AFTER_S", 0.0)
     told = again.keep(checked, [*found.history, *TRIALS[:2]], complete=True, links={})
     assert told == f"stored in the registry {path} (entry {first.id[:8]})"
     second = only_entry(path)
     assert len(second.trials) == 5
     assert second.id == first.id
     assert (second.arm, second.n_trials, second.link) == ("grid", 5, first.link)
+
+
+def test_a_check_of_a_recent_entry_stores_nothing_unless_it_learned_something(path: Path) -> None:
+    keep_winner(path)
+    again, layout = job(path)
+    found = again.look_up([layout], SPACE)
+    checked, trials = replace(WINNER, arm="registry", n_trials=2), [*found.history, *TRIALS[:2]]
+    assert again.keep(checked, trials, complete=True, links={}) == ""
+    assert len(only_entry(path).trials) == 3
+    other = replace(TRIALS[0], knobs=KNOBS.but(streams=8))
+    assert again.keep(checked, [*trials, other], complete=True, links={})
+    assert len(only_entry(path).trials) == 6
+    again.disprove()
+    assert again.keep(checked, trials, complete=True, links={})
+    assert len(only_entry(path).trials) == 5
+
+
+def test_sqlalchemy_is_loaded_ahead_unless_a_recent_entry_is_all_that_the_job_needs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(settings_memory, "load_ahead", loaded.append)
+
+    def look_up(layers: int) -> int:
+        again, layout = job(path, layers=layers)
+        before = len(loaded)
+        again.look_up([layout], SPACE)
+        return len(loaded) - before
+
+    keep_winner(path)
+    assert (look_up(6), look_up(7)) == (0, 1)
+    monkeypatch.setattr(cache, "RENEWED_AFTER_S", 0.0)
+    assert look_up(6) == 1
 
 
 @pytest.mark.parametrize(("times", "condition"), [(4.0, "0.25×"), (0.5, "2×"), (1.1, None)])

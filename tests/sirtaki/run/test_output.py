@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sirtaki.run import output as output_module
 from sirtaki.run.output import Console, NoticeFilter, OutputOptions, RankOutput
 from sirtaki.run.rank_channel import PATTERN, UNFINISHED, ChannelLine, RankEvent
 
@@ -337,8 +339,18 @@ def taken(text):
         (HYDRA, [(None, 9, "exit code 9")]),
     ],
 )
-def test_mpiexecs_messages_about_ended_ranks_are_parsed_and_not_shown(box, endings):
+def test_mpiexecs_messages_about_ended_ranks_are_parsed_and_not_shown(box, endings, monkeypatch):
+    monkeypatch.setattr(output_module, "memory_limits", lambda: "")
     assert taken(f"before\n{RULE}\n{box}\n{RULE}\nafter") == ("before\nafter\n", endings, [])
+
+
+def test_a_rank_that_memory_may_have_ended_is_reported_with_the_limit_of_this_host(monkeypatch):
+    monkeypatch.setattr(output_module, "memory_limits", lambda: "2 GiB of the container")
+    memory = "killed by SIGKILL, as the system does if memory runs out"
+    limited = f"{memory} (the limit is 2 GiB of the container)"
+    assert output_module.killed(1, "localhost", signal.SIGKILL).reason == limited
+    assert output_module.killed(1, "another", signal.SIGKILL).reason == memory
+    assert output_module.killed(1, "localhost", signal.SIGSEGV).reason == "killed by SIGSEGV"
 
 
 def test_a_host_that_has_fallen_silent_is_the_end_of_its_ranks():

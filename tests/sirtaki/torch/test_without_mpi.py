@@ -51,7 +51,7 @@ def test_a_single_rank_loads_neither_mpi_nor_modules_for_tuning(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("registry", "loaded"), [("on", 1), ("off", 0)])
-def test_rank_0_loads_modules_for_a_look_up_while_the_script_runs(
+def test_rank_0_of_a_job_without_an_entry_loads_modules_for_the_search_in_the_registry(
     run_ranks: RunRanks, tmp_path: Path, registry: str, loaded: int
 ) -> None:
     registry = str(tmp_path / "registry.db") if registry == "on" else "off"
@@ -81,18 +81,39 @@ def test_a_failing_rank_ends_the_job_and_is_named_by_all(
     assert "done" not in job.stdout
 
 
-def torchrun(tmp_path: Path, ranks: int, *arguments: object, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def torchrun(
+    tmp_path: Path, ranks: int, *arguments: object, options: tuple[str, ...] = (), under: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAIN))
     command = ["--standalone", "--nproc-per-node", str(ranks), *options, str(script), *map(str, arguments)]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *command],
+        [*under, sys.executable, "-m", "torch.distributed.run", *command],
         env=environment(tmp_path, UNTUNED),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+FULL_SHM = (
+    *("unshare", "--mount", "sh", "-c"),
+    'mount -t tmpfs -o size=64k tmpfs /dev/shm && ! cat /dev/zero > /dev/shm/full 2> /dev/null && exec "$@"',
+    "sh",
+)
+"""Command that runs another one with a full /dev/shm."""
+
+
+@pytest.mark.integration
+def test_a_job_trains_with_a_full_dev_shm(tmp_path: Path) -> None:
+    try:
+        subprocess.run([*FULL_SHM, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as err:
+        pytest.skip(f"this process may not mount a file system of its own: {err}")
+    out, err = torchrun(tmp_path, 2, 5, 0, under=FULL_SHM).communicate(timeout=100)
+    assert sorted(out.split("\n")[:-1]) == ["finished 0", "finished 1"], err
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow
