@@ -116,11 +116,10 @@ def does_first_what_units_need(control: ControlPlane, router: Router, route: Rou
         for start, stop in itertools.pairwise(cuts):
             stream = shared.randrange(streams)
             write = partial(buffer.tensor[start:stop].copy_, given[start:stop])
-            if mine.random() < 0.7:
-                router.prepare(write, route=route, stream=stream)
-            else:
+            before = write if mine.random() < 0.7 else None
+            if before is None:
                 write()
-            works.append(router.all_reduce(buffer, start, stop, route=route, stream=stream))
+            works.append(router.all_reduce(buffer, start, stop, route=route, stream=stream, before=before))
         for work in works:
             finish(router, work)
         wanted = expected(control.size, numel, torch.float32, ReduceOp.SUM, 1.0, repetition)

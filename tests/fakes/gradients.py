@@ -32,10 +32,11 @@ class LonelyRouter:
     def open_plan(self, plan: CommPlan) -> None:
         self.opened.append(plan)
 
-    def prepare(self, act: Callable[[], None], **where: Any) -> None:
-        act()
-
-    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, **how: Any) -> Work:
+    def all_reduce(
+        self, buffer: FlatBuffer, start: int, stop: int, *, before: Callable[[], None] | None = None, **how: Any
+    ) -> Work:
+        if before is not None:
+            before()
         self.reduced.append((start, stop, how))
         buffer.tensor[start:stop].mul_(self._ranks * how["scale"])
         return NOTHING_TO_DO
