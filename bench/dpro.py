@@ -34,7 +34,6 @@ from typing import Any
 
 from bench.lib.cluster import NETWORKS, why_unavailable
 from bench.lib.harness import RESULTS, Report, finish, parser
-from bench.lib.larger_jobs import with_ranks
 from bench.optimize import searched
 from bench.profile import INJECTED, measure_clocks, measure_cost, with_wrong_clock
 from bench.replay import FinishedJob, percent, with_other_units
@@ -50,6 +49,7 @@ from sirtaki.analysis.global_graph import (
 )
 from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import Recording, write_job, write_rank
+from sirtaki.analysis.what_if import with_ranks
 from sirtaki.autotune.model.replayer import replay
 
 # ── figures of the dPRO paper (MLSys 2022, section 7) ────────────────────────────────────────────────────────────────

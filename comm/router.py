@@ -386,6 +386,19 @@ class Router:
 
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
 
+    def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
+        """Make a stream call `act` before it reduces units (buckets) that are submitted later.
+
+        If the stream has a thread, queue the call for this thread, without waiting. Else call `act` now.
+
+        Args:
+            act: function to call. Must not raise.
+            route: transport and algorithm of the stream.
+            stream: number of an open stream (connection or CUDA stream).
+        """
+        if not self.transports[route].prepare(act, stream=StreamSpec(stream)):
+            act()
+
     def all_reduce(
         self,
         buffer: FlatBuffer,
@@ -398,19 +411,14 @@ class Router:
         nccl: NcclWay | None = None,
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
-        before: Callable[[], None] | None = None,
     ) -> Work:
         """Launch the all-reduce of elements `[start, stop)` of `buffer`, in place. Collective, non-blocking.
 
         `route` (transport and algorithm) and `stream` (its number) state where it runs. The stream must be open.
-
-        `before` is called first, by the stream's thread, or by this method if the stream has no thread. It must not
-        raise.
         """
-        transport, spec = self.transports[route], StreamSpec(stream, threads, nccl)
-        if before is not None and not transport.prepare(before, stream=spec):
-            before()
-        return transport.all_reduce(buffer, start, stop, stream=spec, op=op, scale=scale)
+        return self.transports[route].all_reduce(
+            buffer, start, stop, stream=StreamSpec(stream, threads, nccl), op=op, scale=scale
+        )
 
     def exchange(
         self,

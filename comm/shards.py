@@ -403,9 +403,11 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     shared = router.transports.get((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
     if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
         return _InSharedMemory(control, router, shared, timeout=timeout)
-    # This route exists only if the ranks of a node can share memory.
-    shares = (TransportKind.GLOO, Algorithm.HIERARCHICAL) in router.transports
-    if kind in (None, TransportKind.SHARED_MEMORY) and shares and control.is_homogeneous and control.in_order:
+    trees = (
+        TransportKind.GLOO,
+        Algorithm.HIERARCHICAL,
+    ) in router.transports  # This route exists only if the ranks of a node can share memory.
+    if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
         return _OverNodes(control, router, timeout=timeout)
     return _OverSockets(control, router, timeout=timeout)
 

@@ -54,7 +54,7 @@ from sirtaki.comm.collectives.operations import (
 from sirtaki.comm.control.communicator import Communicator, Op
 from sirtaki.comm.control.failure import FailureBoard, caused
 from sirtaki.comm.control.plane import ControlPlane, gather
-from sirtaki.comm.control.waiting import WAIT_SLICE_S, start_thread, wait_for
+from sirtaki.comm.control.waiting import WAIT_SLICE_S, start_thread, wait_for, wait_for_work
 from sirtaki.comm.control.watchdog import PendingWait, Watchdog
 from sirtaki.comm.device import Event, cuda_device, nccl_owners
 from sirtaki.comm.modes import outside_modes
@@ -479,7 +479,8 @@ class Rounds:
         if ordered and self._message is not None:
             carried = self._message.load([(work.signature, work.tensors) for work in ordered])
         progress = self._progress(works) if in_program_order and own.joined is None else 0
-        all_equal, bits, may_launch = self._agree(digest, self._bits(works, own), progress)
+        all_equal, bits = self._agree(digest, self._bits(works, own) | progress)
+        may_launch = progress != 0 and bits & progress == progress
         if all_equal:
             for work in ordered:
                 self._names.remember(work.signature)
@@ -537,7 +538,7 @@ class Rounds:
         return bits | known
 
     def _progress(self, works: Mapping[str, EagerWork]) -> int:
-        """Return a digest of the launched gradient units, with its complement. 0 = NCCL is not wanted.
+        """Return bits with a digest of the launched gradient units, and its complement. 0 = NCCL is not wanted.
 
         The AND over all ranks leaves these bits unchanged only if all ranks have launched equally many units of each
         gradient pipeline.
@@ -547,25 +548,18 @@ class Rounds:
         all_bits = (1 << _LAUNCH_BITS) - 1
         counts = sorted((owner.number, owner.launched) for owner in nccl_owners() if owner.launched)
         digest = hash(tuple(counts)) & all_bits
-        return digest << _LAUNCH_BITS | digest ^ all_bits
+        return (digest << _LAUNCH_BITS | digest ^ all_bits) << CAPACITY + 1
 
-    def _agree(self, digest: int, bits: int, progress: int) -> tuple[bool, int, bool]:
+    def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
         """Exchange the messages of a round, in which ranks agree on operations to run. Collective.
 
         A message contains the digest and its bitwise complement. The AND over all ranks leaves both unchanged only if
         all ranks sent equal digests.
 
-        Args:
-            digest: digest of this rank's pending operations.
-            bits: result of `_bits` on this rank.
-            progress: result of `_progress` on this rank.
-
         Returns:
-            True if all ranks sent this digest (0 never counts as equal); those of the bits that are set on all ranks;
-            and True if all ranks sent the same progress (0 never counts as the same).
+            True if all ranks sent this digest (0 never counts as equal), and the bits that are set on all ranks.
         """
-        number = (digest ^ _ALL_ONES if digest else 0) << _DIGEST_BITS | digest
-        number |= (progress << CAPACITY + 1 | bits) << 2 * _DIGEST_BITS
+        number = bits << 2 * _DIGEST_BITS | (digest ^ _ALL_ONES if digest else 0) << _DIGEST_BITS | digest
         head = number.to_bytes(_HEAD_BYTES, "little")
         if self._message is not None:
             own, gathered = self._message.own, self._message.gathered
@@ -573,15 +567,14 @@ class Rounds:
             wait_for(self._messages.all_gather(own, gathered), failures=self._failures)
             heads = gathered[:, :_HEAD_BYTES]
             if digest and heads.tobytes() == head * self._size:
-                return True, bits, progress != 0
+                return True, bits
             found = np.bitwise_and.reduce(heads, axis=0)
         else:
             found = np.frombuffer(bytearray(head), dtype=np.uint8)
             wait_for(self._messages.all_reduce(found, Op.AND), failures=self._failures)
         common = int.from_bytes(found.tobytes(), "little")
-        same, names = (1 << 2 * _DIGEST_BITS) - 1, (1 << CAPACITY + 1) - 1
-        all_equal, common_bits = bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
-        return all_equal, common_bits & names, progress != 0 and common_bits >> CAPACITY + 1 == progress
+        same = (1 << 2 * _DIGEST_BITS) - 1
+        return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
     def _exchange(self, works: Mapping[str, EagerWork], own: PendingReport) -> dict[str, Signature]:
         """Gather descriptions of the pending operations of all ranks. Reject operations about which ranks disagree.
@@ -821,15 +814,28 @@ class EagerEngine:
         self.pending.add(work, wake=wake)
         return work
 
-    def finish(self, work: ThreadWork) -> None:
+    def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
         """Wait for an operation of this engine. If it runs on a GPU, the current CUDA stream waits, not the host.
 
         Meanwhile, this thread runs the rounds (in which ranks agree on operations and run them), unless another thread
         does so already. That saves two thread switches.
 
+        Args:
+            work: operation to wait for.
+            interrupted: called regularly; ends the wait if it returns True. With `interrupted`, this thread runs no
+                rounds, because a round blocks until all ranks take part.
+
+        Returns:
+            True once the work is done, False if the wait was interrupted.
+
         Raises:
             CommError: the operation or the job has failed.
         """
+        if interrupted is not None:
+            ended = wait_for_work([work], failures=self._failures, interrupted=interrupted, blame_s=None)
+            if ended and isinstance(work, EagerWork):
+                work.order_results()
+            return ended
         if isinstance(work, EagerWork):
             self.awaited = work.signature.name, time.monotonic()
         # Gradients are launched by the training thread, or by an autograd thread while the training thread waits for
@@ -851,9 +857,10 @@ class EagerEngine:
         finally:
             self.awaited = None
         self.pending.wake_if_pending()
-        work.wait(0.0)  # raises the error of a failed operation
+        ended = work.wait(0.0)
         if isinstance(work, EagerWork):
             work.order_results()
+        return ended
 
     def poll(self, work: EagerWork) -> bool:
         """Return whether an operation has ended, on the GPU, too. Non-blocking.
@@ -944,32 +951,43 @@ class EagerEngine:
         return ended
 
 
-def start_sparse_sum(engine: EagerEngine, tensor: torch.Tensor, name: str | None) -> Callable[[], torch.Tensor]:
-    """Start the sum of sparse COO tensors over the engine's ranks: all-gathers of indices and of values. Collective.
+class SparseSum:
+    """Sum of sparse COO tensors over the engine's ranks, in flight."""
 
-    Args:
-        engine: engine of the participating ranks.
-        tensor: COO tensor. Shape and dtype are equal on all ranks, the number of entries may differ.
-        name: name by which ranks find the same operation. None = ranks match unnamed operations by their order.
+    def __init__(self, engine: EagerEngine, tensor: torch.Tensor, name: str | None, *, by_all: bool = False) -> None:
+        """Start two all-gathers: of the indices and of the values. Collective.
 
-    Returns:
-        Function that waits for both all-gathers, and returns the sum as an uncoalesced COO tensor.
-    """
-    coalesced, size = tensor.coalesce(), tensor.size()
-    parts = {"indices": coalesced.indices().t().contiguous(), "values": coalesced.values()}
-    works = []
-    for part, entries in parts.items():
-        full = engine.pending.next_name("allgather") if name is None else f"allgather.{name}.{part}"
-        signature = Signature.of([entries], name=full, kind=CollectiveKind.ALLGATHER, once=name is None)
-        works.append(engine.submit(signature, [entries]))
+        Args:
+            engine: engine of the participating ranks.
+            tensor: COO tensor. Shape and dtype are equal on all ranks, the number of entries may differ.
+            name: name by which ranks find the same operation. None = ranks match unnamed operations by their order.
+            by_all: True if ranks that are in `join()` submit this sum, too. If False, the sum fails while a rank is in
+                `join()`.
+        """
+        coalesced = tensor.coalesce()
+        parts = {"indices": coalesced.indices().t().contiguous(), "values": coalesced.values()}
+        self._engine, self._size = engine, tensor.size()
+        self._works = []
+        for part, entries in parts.items():
+            full = engine.pending.next_name("allgather") if name is None else f"allgather.{name}.{part}"
+            signature = Signature.of(
+                [entries], name=full, kind=CollectiveKind.ALLGATHER, once=name is None, by_all=by_all
+            )
+            self._works.append(engine.submit(signature, [entries]))
 
-    def result() -> torch.Tensor:
-        for work in works:
-            engine.finish(work)
-        (indices,), (values,) = (work.results for work in works)
-        return torch.sparse_coo_tensor(indices.t(), values, size, device=values.device, check_invariants=False)
+    def wait(self, interrupted: Callable[[], bool] | None) -> bool:
+        """Wait for both all-gathers. Return False if `interrupted`, which is called regularly, returned True.
 
-    return result
+        Raises:
+            CommError: an operation or the job has failed.
+        """
+        return all(self._engine.finish(work, interrupted) for work in self._works)
+
+    def result(self) -> torch.Tensor:
+        """Wait for both all-gathers, and return the sum as an uncoalesced COO tensor."""
+        self.wait(None)
+        (indices,), (values,) = (work.results for work in self._works)
+        return torch.sparse_coo_tensor(indices.t(), values, self._size, device=values.device, check_invariants=False)
 
 
 # ── process sets: subsets of the ranks, each with its own engine; set 0 is all ranks ──────────────────────────────────

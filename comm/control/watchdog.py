@@ -249,7 +249,6 @@ class Watchdog:
     def _check_for_stalls(self) -> None:
         if self.failures.error is not None:
             return
-        self._answers = {}  # an earlier check's answers are out of date
         now = time.monotonic()
         for wait in self._current_waits():
             waited_s, shutdown_s = now - wait.since_s, self._shutdown()
@@ -272,10 +271,10 @@ class Watchdog:
                     logger.warning("%s", self._report(wait, waited_s))
 
     def _ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks what they are doing, unless they have answered in this check, and wait for their answers."""
+        """Ask ranks what they are doing, and wait for their answers."""
+        self._answers = {}  # This dict may also receive late answers to earlier questions.
         for rank in ranks:
-            if rank not in self._answers:
-                self._courier.send(rank, Tag.WHERE)
+            self._courier.send(rank, Tag.WHERE)
 
         def all_have_answered() -> bool:
             self._read_messages()
@@ -301,7 +300,7 @@ class Watchdog:
         return True
 
     def _report(self, wait: PendingWait, waited_s: float) -> str:
-        """Ask all other ranks what they are doing, and return the answers in one line."""
+        """Ask all ranks what they are doing, and return the answers in one line."""
         others = [rank for rank in range(self._courier.size) if rank != self._courier.rank]
         self._ask(others)
         missing = []

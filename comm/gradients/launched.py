@@ -63,16 +63,16 @@ class LaunchedUnits:
         Raises:
             CommError: the transport has failed; the error names the unit.
         """
-        copies = self.ready.copies
-        all_reduce = self.router.all_reduce if self.compressed is None else self.compressed.all_reduce
-        if copies.copied < copies.count:  # never the case with compression
-            needed = self._needed_copies(unit) if unit.due[0] in copies.cut else copies.count
-            all_reduce = partial(self.router.all_reduce, before=partial(self._copy_deferred, unit, needed))
+        copies, device = self.ready.copies, self.router.device
+        if copies.copied < copies.count:
+            copy = partial(self._copy_deferred, unit, self._needed_copies(unit))
+            self.router.prepare(copy, route=unit.route, stream=unit.stream)
         elif self.reduction.prescale != 1.0:
             self._prescale(unit)
-        issued = None if self.trace is None else self.router.device.record_event(timed=True)
+        issued = None if self.trace is None else device.record_event(timed=True)
+        carrier = self.router if self.compressed is None else self.compressed
         try:
-            work = all_reduce(
+            work = carrier.all_reduce(
                 unit.group.buffer,
                 unit.start,
                 unit.stop,
@@ -92,11 +92,11 @@ class LaunchedUnits:
             self.trace.units.append((unit, work, issued))
 
     def _needed_copies(self, unit: ScheduledUnit) -> int:
-        """Return how many of the deferred copies into the flat buffers must run before the unit (bucket) is sent.
-
-        The last gradient of the unit is copied in pieces. Only its pieces with elements of the unit count.
-        """
+        """Return how many of the deferred copies into the flat buffers must run before the unit (bucket) is sent."""
         copies, last, layout = self.ready.copies, unit.due[0], unit.group.layout
+        if last not in copies.cut:
+            return copies.count
+        # The last gradient of the unit (bucket) is copied in pieces. Count only its pieces with elements of the unit.
         start = layout.offsets[unit.group.indices.index(self.ready.buffers.order[last])]
         return min(copies.count, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
 

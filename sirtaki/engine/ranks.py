@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from sirtaki.comm.control.communicator import Backend, Communicator
-from sirtaki.comm.control.members import Exchange, Meeting, Membership, StoreExchange, alone, meet, rendezvous
+from sirtaki.comm.control.members import Meeting, Membership, StoreExchange, alone, meet, rendezvous
 from sirtaki.comm.control.waiting import Deadline
 from sirtaki.comm.plan import TransportKind
 from sirtaki.engine.c10d import timeout_of
@@ -69,7 +69,14 @@ def open_beside(settings: Settings, group: ProcessGroup, store: Store | None = N
 
     rank, deadline = dist.get_rank(group), Deadline.after(settings.start_timeout_s)
     by_store = store and StoreExchange(store, range(size), own=rank, size=size, place=f"rank {rank}", deadline=deadline)
-    return _met(settings, by_store or gather, rank, deadline)
+    return rendezvous(
+        by_store or gather,
+        rank=rank,
+        interface=settings.gloo_interface,
+        secret=settings.secret,
+        deadline=deadline,
+        heartbeat_s=settings.heartbeat_s,
+    )
 
 
 def settings_beside(group: ProcessGroup) -> Settings:
@@ -96,14 +103,8 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     if size == 1:
         return alone()
     deadline = Deadline.after(timeout_s)
-    exchange = StoreExchange(store, range(size), own=rank, size=size, place=f"rank {rank}", deadline=deadline)
-    return _met(settings, exchange, rank, deadline)
-
-
-def _met(settings: Settings, exchange: Exchange, rank: int, deadline: Deadline) -> Communicator:
-    """Connect the ranks that take part in `exchange`, as the settings demand. Collective over these ranks."""
     return rendezvous(
-        exchange,
+        StoreExchange(store, range(size), own=rank, size=size, place=f"rank {rank}", deadline=deadline),
         rank=rank,
         interface=settings.gloo_interface,
         secret=settings.secret,

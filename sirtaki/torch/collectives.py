@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, start_sparse_sum
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, SparseSum
 from sirtaki.comm.collectives.operations import ADASUM, CollectiveKind, Signature
 from sirtaki.comm.device import refuse_capture
 from sirtaki.engine import job
@@ -929,12 +929,12 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async() requires op=Average or op=Sum, not {op!r}")
     engine = engine_of(process_set)
-    total = start_sparse_sum(engine, tensor, name)
+    total = SparseSum(engine, tensor, name)
     if op == Sum:
-        return total
+        return total.result
 
     def average() -> torch.Tensor:
-        summed = total()
+        summed = total.result()
         values = summed._values()
         values = values / engine.size if values.is_floating_point() else values.div(engine.size, rounding_mode="trunc")
         return torch.sparse_coo_tensor(

@@ -27,7 +27,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -355,26 +354,6 @@ CLOSED = (
 )
 
 
-class ForwardGraphToken:
-    """Object that exists as long as the autograd graph of a forward pass, because only the graph refers to it."""
-
-
-@dataclass(slots=True, eq=False)
-class DuePass:
-    """The next or current backward pass of a model, if its gradients must be reduced.
-
-    Attributes:
-        begun: True once the pass has begun.
-        unwatched: number of forward passes for this backward pass on whose outputs `DdpGradients.watch` has not
-            registered hooks yet.
-        graphs: tokens of the forward passes for this backward pass whose autograd graph still exists.
-    """
-
-    begun: bool = False
-    unwatched: int = 0
-    graphs: weakref.WeakSet[ForwardGraphToken] = field(default_factory=weakref.WeakSet)
-
-
 class DdpGradients(GradientHooks):
     """Object that reduces the gradients of one DDP model, instead of DDP's reducer.
 
@@ -382,7 +361,11 @@ class DdpGradients(GradientHooks):
     pass is one iteration.
 
     Attributes:
-        _due: the next or current backward pass if it is due, otherwise None.
+        _due: whether the next or current backward pass is due.
+        _begun: whether the due backward pass has begun.
+        _unwatched: number of forward passes whose backward pass is due, and on whose outputs `watch` has not registered
+            hooks yet.
+        _graphs: tokens of the forward passes whose backward pass is due and whose autograd graph still exists.
         _counter: counter of the gradients of each parameter in the first backward pass of a static graph. None later
             and for other graphs.
         _active_ranks: all-reduce that counts the ranks that have not called DDP's `join()`. None outside `join()`.
@@ -396,7 +379,9 @@ class DdpGradients(GradientHooks):
     # change them on purpose, for example with SAM within `no_sync()`.
     may_begin_apart = False
 
-    _due: DuePass | None = None
+    _due = _begun = False
+    _unwatched = 0
+    _graphs: Collection[ForwardGraphToken] = ()
     _counter: GradientCounter | None = None
     _active_ranks: torch.distributed.Work | None = None
     _node_hooked: Sequence[Named] = ()
@@ -431,20 +416,20 @@ class DdpGradients(GradientHooks):
         self.log.now.outputs_ns = time.time_ns()
         if self._node_hooked is not self.hooked and distributed_autograd.is_possible():
             self._watch_nodes()
-        self._due = self._due or DuePass()
-        self._due.unwatched += 1
+        self._due = True
+        self._unwatched += 1
         if self._counter is not None:
             self._counter.begin()
 
     @property
     def due(self) -> bool:
         """Return whether the gradients of the next or current backward pass must be reduced."""
-        return self._due is not None
+        return self._due
 
     def leave(self) -> None:
         """Do not reduce the gradients of the next backward pass, because DDP's own reducer will reduce them."""
         self.drain()
-        self._due = None
+        self._forget()
 
     def _watch_nodes(self) -> None:
         """Register a hook on the AccumulateGrad node of each parameter, to find gradients that would not be reduced.
@@ -472,7 +457,7 @@ class DdpGradients(GradientHooks):
                 due).
         """
         name, param = self.hooked[number]
-        if self._due is None or not param.requires_grad:
+        if not self._due or not param.requires_grad:
             return
         seen = self._counter.has(number) if self._counter is not None else _contains(self._ready, param)
         if not seen:
@@ -494,23 +479,23 @@ class DdpGradients(GradientHooks):
         then, stop expecting the due pass.
         """
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if (due := self._due) is None or not outputs:
+        if not self._due or not outputs:
             return
         graph = ForwardGraphToken()
-        if due.unwatched:
-            due.unwatched -= 1
-            due.graphs.add(graph)
-        elif not due.begun and not due.graphs:
+        if self._unwatched:
+            self._unwatched -= 1
+            self._graphs = weakref.WeakSet([*self._graphs, graph])
+        elif not self._begun and not self._graphs:
             # Forget the due pass: this forward pass is within `no_sync()`, and the due pass can no longer run.
-            self._due = None
+            self._forget()
             return
         for tensor in outputs:
             hook = partial(self._on_output_gradient, _nearest_leaf(tensor), graph)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _on_output_gradient(self, leaf: Node | None, _graph: ForwardGraphToken, _: torch.Tensor) -> None:
-        if self._due is not None and not self._due.begun and (leaf is None or accumulates(leaf)):
-            self._begin(self._due)
+        if self._due and not self._begun and (leaf is None or accumulates(leaf)):
+            self._begin()
 
     def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
         """Divide the gradients of the next backward pass by the number of ranks that have not called DDP's `join()`.
@@ -540,15 +525,15 @@ class DdpGradients(GradientHooks):
             Whether each gradient may be reduced as soon as it is computed. False within `no_sync()`, or if this pass
             only counts the gradients of each parameter.
         """
-        if self._due is None:
+        if not self._due:
             return False
-        self._begin(self._due)
+        self._begin()
         return self._counter is None and bool(self.named)
 
-    def _begin(self, due: DuePass) -> None:
-        if not due.begun:
+    def _begin(self) -> None:
+        if not self._begun:
             self.log.now.backward_ns = time.time_ns()
-            due.begun = super().begin_backward()
+            self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
         """Finish a backward pass whose gradients must be reduced (a due pass): wait for the reduction. Collective."""
@@ -558,7 +543,7 @@ class DdpGradients(GradientHooks):
             counts, self._counter = self._counter.end(), None
             self._ready += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
             self._n_processed = 0
-        self._due = None
+        self._forget()
         super().end_backward()
         self.finish()
         self.log.end()
@@ -571,8 +556,12 @@ class DdpGradients(GradientHooks):
 
     def fail_backward(self) -> None:
         """Give up the reduction of the gradients of this backward pass, because the pass raised an exception."""
-        self._due = None
+        self._forget()
         super().fail_backward()
+
+    def _forget(self) -> None:
+        self._due = self._begun = False
+        self._unwatched, self._graphs = 0, ()
 
 
 def _refuse_unnoticed(
@@ -602,6 +591,10 @@ def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
     The search begins at the end, because the last item is the most likely one.
     """
     return any(each is tensor for each in reversed(tensors))
+
+
+class ForwardGraphToken:
+    """Object that exists as long as the autograd graph of a forward pass, because only the graph refers to it."""
 
 
 class GradientCounter:

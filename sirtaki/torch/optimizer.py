@@ -80,6 +80,16 @@ class GradientRecipe:
     process_set: ProcessSet
     options: ReducerOptions
 
+    @property
+    def signature(self) -> str:
+        """Return a string that identifies this optimizer by its parameters and options.
+
+        It is equal on all ranks, so that an optimizer of one rank can be matched with the corresponding optimizer of
+        another rank.
+        """
+        key = key_of([name for name, _ in self.named], [param for _, param in self.named])
+        return f"{key}/{self.op}/{self.process_set.ranks if self.process_set is not global_process_set else 'all'}"
+
     def make(self, current: job.Job) -> OptimizerGradients | None:
         """Build the objects that reduce the gradients (reducers) over the ranks of the job.
 
@@ -160,10 +170,7 @@ class AveragingOptimizer(Distributed):
 
     @property
     def _signature(self) -> str:
-        recipe = self._recipe
-        key = key_of([name for name, _ in recipe.named], [param for _, param in recipe.named])
-        ranks = "all" if recipe.process_set is global_process_set else recipe.process_set.ranks
-        return f"{key}/{recipe.op}/{ranks}"
+        return self._recipe.signature
 
     def _attach(self, current: job.Job) -> None:
         self._gradients = self._recipe.make(current)

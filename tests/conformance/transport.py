@@ -116,10 +116,11 @@ def does_first_what_units_need(control: ControlPlane, router: Router, route: Rou
         for start, stop in itertools.pairwise(cuts):
             stream = shared.randrange(streams)
             write = partial(buffer.tensor[start:stop].copy_, given[start:stop])
-            before = write if mine.random() < 0.7 else None
-            if before is None:
+            if mine.random() < 0.7:
+                router.prepare(write, route=route, stream=stream)
+            else:
                 write()
-            works.append(router.all_reduce(buffer, start, stop, route=route, stream=stream, before=before))
+            works.append(router.all_reduce(buffer, start, stop, route=route, stream=stream))
         for work in works:
             finish(router, work)
         wanted = expected(control.size, numel, torch.float32, ReduceOp.SUM, 1.0, repetition)

@@ -32,11 +32,10 @@ class LonelyRouter:
     def open_plan(self, plan: CommPlan) -> None:
         self.opened.append(plan)
 
-    def all_reduce(
-        self, buffer: FlatBuffer, start: int, stop: int, *, before: Callable[[], None] | None = None, **how: Any
-    ) -> Work:
-        if before is not None:
-            before()
+    def prepare(self, act: Callable[[], None], **where: Any) -> None:
+        act()
+
+    def all_reduce(self, buffer: FlatBuffer, start: int, stop: int, **how: Any) -> Work:
         self.reduced.append((start, stop, how))
         buffer.tensor[start:stop].mul_(self._ranks * how["scale"])
         return NOTHING_TO_DO

@@ -96,7 +96,7 @@ class KnobJob(TunableTarget[Knobs]):
         self._span_s = span_s
         for _ in range(iterations):
             self.iterations_run += 1
-            if self.controller.searches:
+            if self.controller.searching:
                 self.controller.iteration_ended()
             else:
                 self.controller.refine(self)

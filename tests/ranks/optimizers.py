@@ -55,7 +55,7 @@ def an_ordinary_loop() -> None:
     assert_same_training(mlp(), mean_square)
 
 
-FUNCTIONS_OF_A_PASS, FUNCTIONS_OF_A_STEP = 45, 29
+FUNCTIONS_OF_A_PASS, FUNCTIONS_OF_A_STEP = 47, 30
 """Limits on the number of Sirtaki's functions in the training thread: of a pass in the known order, and of `step()`."""
 
 

@@ -112,7 +112,6 @@ class TuningController:
 
     Attributes:
         failed: True if tuning code has raised an error on rank 0. Then tuning has ended, and training continues.
-        searches: searches in progress; the same on all ranks.
     """
 
     def __init__(self, control: ControlPlane, *, where: Callable[[], str] = str) -> None:
@@ -123,19 +122,24 @@ class TuningController:
             where: returns a description of the current iteration, for the log of a failure.
         """
         self._control, self._where = control, where
-        self.searches: list[_Search[Any]] = []  # Typed with Any, because each target has its own type of setting.
+        self._searches: list[_Search[Any]] = []  # Typed with Any, because each target has its own type of setting.
         self._refinements: dict[TunableTarget[Any], _Refinements[Any]] = {}
         self._logged_s = -math.inf
         self.failed = False
 
+    @property
+    def searching(self) -> bool:
+        """True while a search for the fastest setting of any target is in progress."""
+        return bool(self._searches)
+
     def tries(self, target: TunableTarget[S]) -> bool:
         """Return whether a search for the fastest setting of this target is in progress."""
-        return any(search.target is target for search in self.searches)
+        return any(search.target is target for search in self._searches)
 
     @property
     def agrees(self) -> bool:
         """True if the measurement of some setting ends with this iteration. `iteration_ended` is then collective."""
-        return any(search.iterations_left <= 1 for search in self.searches)
+        return any(search.iterations_left <= 1 for search in self._searches)
 
     def begin(self, *targets: TunableTarget[Any], recalls: bool = True) -> None:
         """Begin a search for the fastest setting of each target. Collective, between iterations.
@@ -155,7 +159,7 @@ class TuningController:
         for search, known in zip(searches, found, strict=True):
             if not known:
                 self._begin_search(search)
-        self.searches += searches
+        self._searches += searches
         self._decide(searches)
 
     def refine(self, target: TunableTarget[S]) -> bool:
@@ -174,7 +178,7 @@ class TuningController:
         if session is not None and not self.failed:
             pays = bool(self._guarded(search, partial(target.refine, session, schedule.left)))
         if self._control.broadcast(pays):
-            self.searches.append(search)
+            self._searches.append(search)
             self._decide([search])
         else:
             schedule.ended(0, improved=False)
@@ -188,7 +192,7 @@ class TuningController:
         session = None
         if (refinements := self._refinements.get(target)) is not None:
             session, refinements.session = refinements.session, None
-        for search in self.searches:
+        for search in self._searches:
             if search.target is target:
                 session, search.session = search.session, None
         return session
@@ -196,7 +200,7 @@ class TuningController:
     def abandon(self, target: TunableTarget[S]) -> None:
         """End the search and all refinements of a target, without a result. Call on all ranks."""
         self._refinements.pop(target, None)
-        self.searches = [search for search in self.searches if search.target is not target]
+        self._searches = [search for search in self._searches if search.target is not target]
 
     def iteration_ended(self) -> None:
         """Count an iteration of all searches, and end the measurements that it completes.
@@ -206,7 +210,7 @@ class TuningController:
         Do not call it after iterations that were slower for another reason than the setting, such as profiling.
         """
         due = []
-        for search in self.searches:
+        for search in self._searches:
             search.iterations += 1
             search.iterations_left -= 1
             if search.iterations_left <= 0:
@@ -271,7 +275,7 @@ class TuningController:
             return False
         search.start(now)
         if now.purpose is Purpose.KEPT:
-            self.searches.remove(search)
+            self._searches.remove(search)
             target.keep()
             if search.session is not None:
                 self._guarded(search, partial(target.report, search.session))

@@ -96,12 +96,13 @@ class SettingsMemory:
         nothing: list[Neighbour] = []
         return self.read(lambda store: neighbours(store, job), nothing)
 
-    def keep(self, record: StoredSetting) -> str:
+    def keep(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> str:
         """Store a record in the registry, and return where it was stored, in words (`stored`).
 
         Return "" if it was not stored because of an error, or because the registry has a better record for this job.
+        The record `disproved` is replaced even if it is better.
         """
-        return self.attempt(lambda store: stored(record, store) if store.put(record) else "", "")
+        return self.attempt(lambda store: stored(record, store) if store.put(record, disproved=disproved) else "", "")
 
     @property
     def exists(self) -> bool:

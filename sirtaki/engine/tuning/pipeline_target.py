@@ -344,7 +344,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         """
         report = self._sync.finish(joined=joined)
         if self._stragglers is not None:
-            counts = not (joined or report.ready_s or self.controller.searches)
+            counts = not (joined or report.ready_s or self.controller.searching)
             self._stragglers.iteration_ended(max(0.0, report.span_s - report.backward_s), counts=counts)
         if watchers.watching or logger.isEnabledFor(TRACE):
             self._report_iteration(report)
@@ -356,7 +356,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._after_profiling(report)
         elif not report.ready_s:
             self._report = replace(report, span_s=math.nan) if joined else report
-            if self.controller.searches:
+            if self.controller.searching:
                 if self.overlap is not None:
                     self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
                 self.controller.iteration_ended()

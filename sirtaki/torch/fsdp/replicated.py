@@ -39,7 +39,7 @@ from sirtaki.engine.reducing.gradient_hooks import ReducerOptions
 from sirtaki.engine.reducing.hooks import register_last
 from sirtaki.errors import ConfigError
 from sirtaki.torch.compression import Choice, reduction_options
-from sirtaki.torch.ddp import DdpGradients, DuePass, job_over, require_all_ranks
+from sirtaki.torch.ddp import DdpGradients, job_over, require_all_ranks
 
 from .private import FsdpGroup, ReplicatedParam
 
@@ -185,18 +185,18 @@ class ReplicatedGradients(DdpGradients):
 
         If this pass must be all-reduced, mark the gradient as ready.
         """
-        if replica.group.all_reduces and self._due is not None:
-            self._begin(self._due)
+        if replica.group.all_reduces and self._due:
+            self._begin()
             replica.take()
             self._mark_ready(replica.stand_in)
         elif replica.group.reduces and not replica.group.all_reduces:
             replica.hold()
 
-    def _begin(self, due: DuePass) -> None:
-        if not due.begun:
+    def _begin(self) -> None:
+        if not self._begun:
             for replica in self._replicas.values():
                 replica.begin()
-        super()._begin(due)
+        super()._begin()
 
     def end_backward(self) -> None:
         """Finish a backward pass: wait for the reduction of gradients, and store the reduced gradients in `.grad`.

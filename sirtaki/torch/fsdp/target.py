@@ -137,7 +137,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         if controller is None or control is None:
             return
         self._steps += 1
-        if self._kept is not None and not controller.searches:
+        if self._kept is not None and not controller.searching:
             if self._freeze_after is not None and self._steps >= self._freeze_after:
                 self._controller = None
             elif controller.refine(self):
@@ -278,7 +278,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         if self._lanes is not None:
             self._lanes.losses = None
         controller, self._controller = self._controller, None
-        if controller is None or self._control is None or (self._kept is not None and not controller.searches):
+        if controller is None or self._control is None or (self._kept is not None and not controller.searching):
             return
         name, stays = ("default setting", self.default) if self._kept is None else ("setting tuned before", self._kept)
         self._model.trace, self._model.connections.searching = None, False

@@ -54,7 +54,7 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
         def some(part: list[str], waits: bool) -> None:
             works = {name: submit(engine, name, float(name[1:]), wake=not waits) for name in part}
             for name in own.sample(part, len(part)):
-                engine.finish(works[name])
+                assert engine.finish(works[name])
                 found[name] = float(works[name].results[0][0])
 
         at_once(some, [names[at::4] for at in range(4)], [False, False, True, True])
@@ -104,6 +104,23 @@ def test_a_name_is_under_way_until_it_is_done() -> None:
             work = submit(engine, "a")
         engine.finish(work)
         assert (len(engine.pending), engine.pending.describe(), engine.pending.oldest_wait()) == (0, "", None)
+
+    on_engines(act, size=2)
+
+
+def test_an_interrupted_wait_leaves_the_operation_in_flight() -> None:
+    def act(engine: EagerEngine) -> None:
+        asked = []
+        if engine.rank == 0:
+            work = submit(engine, "a")
+            assert not engine.finish(work, lambda: bool(asked.append(1)) or len(asked) == 2)
+            assert len(asked) == 2
+            assert "a" in engine.pending
+            submit(engine, "go")
+        else:
+            engine.finish(submit(engine, "go"))
+            work = submit(engine, "a")
+        assert engine.finish(work, lambda: False)
 
     on_engines(act, size=2)
 
@@ -175,7 +192,7 @@ def test_a_lost_job_ends_waits_threads_and_later_calls() -> None:
             with pytest.raises(CommError, match="rank 1 has ended"):
                 engine.finish(work)
             with pytest.raises(CommError, match="rank 1 has ended"):
-                engine.finish(EagerWork(signature("b"), []))
+                engine.finish(EagerWork(signature("b"), []), lambda: False)
             with pytest.raises(CommError, match="rank 1 has ended"):
                 submit(engine, "b")
             with pytest.raises(CommError, match="rank 1 has ended"):

@@ -16,7 +16,6 @@ from fakes.replays import DURATIONS, LINK, SIZES, on_one_host, over_a_link, play
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bench.lib.larger_jobs import with_ranks
 from sirtaki.analysis.global_graph import (
     BEFORE,
     alone_s,
@@ -60,6 +59,7 @@ from sirtaki.analysis.what_if import (
     with_less_traffic,
     with_link,
     with_plans,
+    with_ranks,
     without_stragglers,
 )
 from sirtaki.autotune.knobs import Knobs

@@ -152,7 +152,7 @@ class Played:
         for _ in range(count):
             self.put_off.append(self.overlap.ready)
             self.now_s += next(self.put_off_s) if self.overlap.ready else 1.0
-            searching = bool(self.pipeline.controller.searches)
+            searching = self.pipeline.controller.searching
             self.overlap.iteration_ended(REPORT, self.pipeline.synchroniser, profiled=PROFILED, joined=False)
             if searching:
                 self.pipeline.controller.iteration_ended()

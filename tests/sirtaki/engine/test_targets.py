@@ -86,7 +86,7 @@ def trained(target: PipelineTarget, iterations: int) -> list[Knobs]:
     target.refine_until = 1000
     target.controller.begin(target)
     for _ in range(iterations):
-        if target.controller.searches:
+        if target.controller.searching:
             target.controller.iteration_ended()
         else:
             target.controller.refine(target)
