@@ -30,7 +30,7 @@ from sirtaki.autotune.sparse import (
 )
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import wait_for_work
-from sirtaki.comm.device import HOST, cuda_device
+from sirtaki.comm.device import HOST, CudaDevice, cuda_device
 from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.edits import REMEDY
 from sirtaki.comm.gradients.negotiation import Interrupted
@@ -266,9 +266,12 @@ class SparseReductions:
             (settings.sparse, settings.tunes, settings.transport, settings.streams)
         )
         self.place, self.device, timeout_s = place, HOST, settings.transport_timeout_s
+        is_cuda = place.type == "cuda"
+        gpu = cuda_device(torch.cuda.current_device() if place.index is None else place.index) if is_cuda else HOST
+        self._enter_thread = gpu.enter_thread
         opener = None
         if self._may_use_nccl(transport):
-            gpu = cuda_device(torch.cuda.current_device() if place.index is None else place.index)
+            assert isinstance(gpu, CudaDevice)
             forced = transport is TransportKind.NCCL
             opener = find_nccl(control, gpu, forced=forced, timeout_s=timeout_s, user="rows of sparse gradients")
         kind = transport if transport in HOST_KINDS else None
@@ -385,7 +388,7 @@ class SparseReductions:
             joined: True if this rank has called `join()`, and so contributes no rows instead of `.grad`.
         """
         if joined:
-            self.device.enter_thread()
+            self._enter_thread()
         if not self._complete:
             self._warn_of_lost_edits()
         for name in sorted(self.missing):

@@ -243,7 +243,7 @@ class AveragingOptimizer(Distributed):
         self._require_open()
         if closure is not None and self._gradients is not None and self._should_synchronize:
             closure = self._synchronised(closure)
-        elif self._should_synchronize and self._must_reduce():
+        elif self._should_synchronize and (self._reduced_for is None or self._must_reduce()):
             if self._synchronized:
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
@@ -259,7 +259,7 @@ class AveragingOptimizer(Distributed):
         Collective if `GradScaler.update` was called since the scaler has reduced them. Other ranks may have computed
         new gradients then.
         """
-        if self._gradients is None or self._reduced_for is None:
+        if self._gradients is None:
             return True
         if self._is_reduced:
             return self._begun
