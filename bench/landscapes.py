@@ -13,6 +13,9 @@ of training iterations and the same noise (4 %). Each seed is a separate job.
   runs that end with such a setting.
 - *first plan*: regret of the first planner's proposal that ran, over the jobs in which one ran.
 - *cost*: time of the warm-up over the time of as many untuned iterations.
+- *excess*: time of a job of 10 000 iterations, less its time with the best setting, in hundredths of the latter. It is
+  the sum over the parts of tuning in which a slower setting ran: trials and proof of the warm-up, the setting kept
+  (outside tuning), trials and proofs of refinements. A part is negative if a planner's cuts beat all uniform settings.
 - *paired*: regret minus another contender's regret on the same job with the same seed, in hundredths, and its 95 %
   interval.
 
@@ -45,6 +48,7 @@ from bench.lib.landscapes.contenders import (
     EQUAL_SHARES,
     HORIZONS,
     OTHERS,
+    PARTS,
     SIRTAKI,
     SIRTAKIS,
 )
@@ -145,6 +149,28 @@ def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list
     return [
         {"family": family, "default / best": ratio, **{name: regrets[name].get(family, math.nan) for name in names}}
         for family, ratio in default.items()
+    ]
+
+
+def excess_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return Sirtaki's mean excess time by family and by part of tuning, in hundredths of the time of the best setting.
+
+    The last row is the mean over all families.
+    """
+    flat = [
+        {**row, **{part: 100.0 * row["excess"].get(part, 0.0) for part in PARTS}}
+        for row in rows
+        if row["contender"] == SIRTAKI
+    ]
+    table = [
+        {"excess time of": family, "sum": sum(parts), **dict(zip(PARTS, parts, strict=True))}
+        for family in by_family(flat, SIRTAKI, PARTS[0])
+        for parts in [[by_family(flat, SIRTAKI, part)[family] for part in PARTS]]
+    ]
+    names = ("sum", *PARTS)
+    return [
+        *table,
+        {"excess time of": "mean", **{name: statistics.fmean(row[name] for row in table) for name in names}},
     ]
 
 
@@ -255,11 +281,12 @@ def main() -> int:
     report.rows += [summary(rows, name) for name in contenders]
     shown = [name for name in (*SIRTAKIS, *OTHERS) if name in contenders]
     report.rows += families_table(rows, shown)
+    report.rows += excess_table(rows)
     report.rows += [paired(rows, name) for name in contenders if name != SIRTAKI]
     fewer = " (at most 6 for Gaussian processes, 4 for the bandit's parts)" if most else ""
     report.notes.append(
         f"{n_seeds} seeds{fewer}, {args.budget} iterations, noise {100 * args.noise:g} %. Second table: mean regret by "
-        "family. Third table: paired differences"
+        "family. Third table: excess time of a job of 10 000 iterations, in hundredths. Last table: paired differences"
     )
     report.bars += bars(rows, budget=args.budget)
     return finish(report, args)

@@ -111,6 +111,7 @@ def test_a_contender_keeps_to_its_budget_and_is_judged_without_noise(name: str) 
     outcome = CONTENDERS[name](scape, 30, 0.04, 0)
     assert outcome["iterations"] <= (75 if name == SIRTAKI else 30)
     assert outcome["cumulative"][10_000] >= 1.0
+    assert sum(outcome["excess"].values()) == pytest.approx(outcome["cumulative"][10_000] - 1.0)
     assert outcome["regret"] >= 0.0
     assert outcome["cost"] >= 1.0
 

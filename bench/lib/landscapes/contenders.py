@@ -16,7 +16,7 @@ from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.drift import RefinementSchedule
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
-from sirtaki.autotune.meta.session import TuningSession
+from sirtaki.autotune.meta.session import Purpose, TuningSession
 from sirtaki.autotune.trial import Arm
 
 from .landscape import Landscape
@@ -26,6 +26,18 @@ CLOSE = 0.03
 
 HORIZONS = (1_000, 10_000, 100_000)
 """Lengths of jobs in training iterations, for which the time of the whole job is computed."""
+
+ACCOUNTED = 10_000
+"""Length in training iterations of the job whose excess time is attributed to parts of tuning."""
+
+SEARCH, PROOF, KEPT = "trials", "proof", "setting kept"
+MORE_TRIALS, MORE_PROOF = "refinement trials", "refinement proofs"
+PARTS = (SEARCH, PROOF, KEPT, MORE_TRIALS, MORE_PROOF)
+"""Parts of a job to which its excess time is attributed.
+
+They are trials and final comparison of the warm-up, iterations with the chosen setting outside tuning, and trials and
+final comparisons of refinements.
+"""
 
 SLOWER = 1.02
 """An iteration counts as slower than the default above this ratio of the two times."""
@@ -48,6 +60,8 @@ class Course:
         found_at: number of iterations after which the setting to keep is close to the best; infinite if never.
         slower: number of iterations that were slower than with the untuned default.
         spent_until: for each of `HORIZONS` that has passed, true time of so many iterations.
+        excess_s: for each part of tuning, true time of its iterations minus their time with the best setting, among the
+            first `ACCOUNTED` iterations.
     """
 
     landscape: Landscape
@@ -59,9 +73,10 @@ class Course:
     found_at: float = math.inf
     slower: int = 0
     spent_until: dict[int, float] = field(default_factory=dict)
+    excess_s: dict[str, float] = field(default_factory=dict)
 
-    def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
-        """Run a setting for some iterations. Return the spans of the measured ones in seconds."""
+    def run(self, knobs: Knobs, *, discarded: int, measured: int, part: str = SEARCH) -> list[float]:
+        """Run a setting for some iterations as a part of tuning. Return the spans of the measured ones in seconds."""
         spans_s = []
         for number in range(discarded + measured):
             span_s = self.landscape.span_s(knobs, self.iterations)
@@ -69,6 +84,9 @@ class Course:
             self.spent_s += span_s
             self.default_s += default_s
             self.slower += span_s > SLOWER * default_s
+            if self.iterations < ACCOUNTED:
+                best_s = self.landscape.span_s(self.landscape.best, self.iterations)
+                self.excess_s[part] = self.excess_s.get(part, 0.0) + span_s - best_s
             if number >= discarded:
                 spans_s.append(self.landscape.measure_s(knobs, self.iterations, self.noise, self.rng))
             self.iterations += 1
@@ -86,18 +104,28 @@ class Course:
 
         The keys are `HORIZONS`.
         """
+        spent_s = {horizon: self.spent_s + self._total_s(kept, self.iterations, horizon) for horizon in HORIZONS}
+        spent_s |= self.spent_until
+        return {horizon: spent_s[horizon] / self._total_s(self.landscape.best, 0, horizon) for horizon in HORIZONS}
+
+    def excess(self, kept: Knobs) -> dict[str, float]:
+        """Return the excess time of each part of tuning in a job of `ACCOUNTED` iterations that keeps a setting.
+
+        The unit is the job's time with the best setting. The sum of all parts is the job's cumulative figure minus one.
+        """
+        best = self.landscape.best
+        begin = min(self.iterations, ACCOUNTED)
+        rest_s = self._total_s(kept, begin, ACCOUNTED) - self._total_s(best, begin, ACCOUNTED)
+        excess_s = {**self.excess_s, KEPT: self.excess_s.get(KEPT, 0.0) + rest_s}
+        return {part: seconds / self._total_s(best, 0, ACCOUNTED) for part, seconds in excess_s.items()}
+
+    def _total_s(self, knobs: Knobs, begin: int, end: int) -> float:
+        """Return the true time of the iterations from `begin` to before `end` with a setting, in seconds."""
         scape = self.landscape
         varies = max(scape.changes_at, 100)  # Compute single iterations until then, because the network may change.
-
-        def total_s(knobs: Knobs, begin: int, end: int) -> float:
-            constant = max(begin, min(varies, end))
-            return sum(scape.span_s(knobs, number) for number in range(begin, constant)) + (
-                scape.span_s(knobs, varies) * (end - constant)
-            )
-
-        spent_s = {horizon: self.spent_s + total_s(kept, self.iterations, horizon) for horizon in HORIZONS}
-        spent_s |= self.spent_until
-        return {horizon: spent_s[horizon] / total_s(scape.best, 0, horizon) for horizon in HORIZONS}
+        constant = max(begin, min(varies, end))
+        varying_s = sum(scape.span_s(knobs, number) for number in range(begin, constant))
+        return varying_s + scape.span_s(knobs, varies) * (end - constant)
 
     def outcome(self, kept: Knobs) -> dict[str, Any]:
         """Return the result of the run."""
@@ -109,6 +137,7 @@ class Course:
             "iterations": self.iterations,
             "cost": self.spent_s / self.default_s,
             "cumulative": self.cumulative(kept),
+            "excess": self.excess(kept),
             "slower": self.slower,
             "kept": kept.describe(),
         }
@@ -152,10 +181,13 @@ def in_session(
     schedule, resumed_at, before = RefinementSchedule(refine_until), 0, landscape.default
     while True:
         while not session.done:
-            now = session.assignment
+            now, finals = session.assignment, session.assignment.purpose is Purpose.FINALS
             if first_plan is None and any(planner.name == now.arm for planner in plans):
                 first_plan = landscape.regret(now.knobs)
-            spans_s = course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations)
+            part = (MORE_PROOF if finals else MORE_TRIALS) if warm_up else (PROOF if finals else SEARCH)
+            spans_s = course.run(
+                now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations, part=part
+            )
             session.record(spans_s)
             course.would_keep(session.result.knobs)
         kept = session.result.knobs
@@ -175,7 +207,7 @@ def in_session(
 def _resumed(session: TuningSession, schedule: RefinementSchedule, course: Course) -> bool:
     """Run the job with the chosen setting until the session is resumed. Return False if it is not resumed any more."""
     while schedule.left > 0:
-        course.run(session.result.knobs, discarded=0, measured=1)
+        course.run(session.result.knobs, discarded=0, measured=1, part=KEPT)
         if schedule.add():
             if session.resume(schedule.left):
                 return True
