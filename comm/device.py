@@ -69,7 +69,7 @@ def add_nccl_owner(owner: NcclOwner) -> None:
 
 
 class Device:
-    """The host's memory as the device of the gradients. `CudaDevice` overrides the methods that differ on a GPU.
+    """Device of gradients in the host's memory. Its subclass `CudaDevice` is for gradients on a GPU.
 
     Attributes:
         torch_device: device of the tensors.

@@ -240,9 +240,10 @@ class Router:
         return min(most if fixed else max(1, min(most, self._affordable(route))) for route, most in limits.items())
 
     def _affordable(self, route: Route) -> int:
-        """Return the largest number of streams of a route that have at most `TUNED_CONNECTIONS` connections together.
+        """Return the largest number of streams of a route that the tuner may open.
 
-        On one node, the limit is half of `TUNED_CONNECTIONS`. 0 = a single stream already exceeds the limit.
+        Together, these streams have at most `TUNED_CONNECTIONS` connections to other ranks, or half as many if all
+        ranks are on one node. 0 = one stream alone has more.
         """
         cost, most = self.transports[route].stream_cost, TUNED_CONNECTIONS // (1 + self._control.one_node)
         return most // cost.connections if cost.connections else most

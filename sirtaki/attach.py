@@ -190,7 +190,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self._name, self._then = name, then
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec that the other finders find, with a loader that also calls the function."""
+        """Find the module by the other finders of `sys.meta_path`. Make its loader call `then` after loading it."""
         if name != self._name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))

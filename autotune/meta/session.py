@@ -346,7 +346,8 @@ PROMISING = 1.0  # A trial is stopped if its setting is slower than the best one
 WORTHWHILE = 0.001  # The search may end if less improvement is expected, as a fraction of the communication time.
 
 # Finals: measure the fastest settings (finalists) again in rounds, each of which drops the slower half.
-INDIFFERENT = 0.001  # A finalist is dropped if choosing the fastest instead loses at most this fraction of the time.
+# A finalist is dropped if it is expected to be faster than the fastest one by at most this fraction of the time.
+INDIFFERENT = 0.001
 # With a `least_gain`, "no gain" is reported as doubtful if noise may hide a larger gain than this fraction.
 DOUBTFUL = 0.1
 HOPELESS = 3.0  # A setting slower than the fastest one by this many standard errors is not a finalist.
@@ -556,9 +557,9 @@ class TuningSession(Generic[S]):
         return self._iterations + proof_iterations(self._iterations, self._discarded)
 
     def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = ()) -> None:
-        """Start the search. The session waits for this call while its `assignment` has the purpose SEARCH.
+        """Start the search, which also uses the measurements made before it.
 
-        The search uses the measurements made before it.
+        The session needs this call when its `assignment` has the purpose SEARCH. Until then, it has no setting to run.
 
         Args:
             arm: search method that proposes settings. It receives the results of all trials so far.
@@ -742,9 +743,14 @@ class TuningSession(Generic[S]):
     def _prove(
         self, base: S, base_name: str, *, lossy: bool
     ) -> Generator[Assignment[S], Sequence[float], tuple[S, Gain | None, str]]:
-        """Select the fastest lossy (compressed) or lossless setting, and compare it with `base` in pairs.
+        """Select the fastest setting, and compare it with `base` in pairs of measurements.
 
         If this setting is clearly slower than `base` or fails, the next fastest setting is compared.
+
+        Args:
+            base: setting to compare with.
+            base_name: name of `base` in the reason.
+            lossy: True to select among lossy (compressed) settings, False among lossless ones.
 
         Returns:
             The chosen setting, which may be `base`; its proved gain over `base`, or None; the reason for the choice in
@@ -967,8 +973,8 @@ class TuningSession(Generic[S]):
     ) -> Generator[Assignment[S], Sequence[float], PairedComparison | None]:
         """Compare a setting with the default (or with `base`) in pairs of measurements.
 
-        The pairs are evaluated twice: first when they are enough to probably prove the lead measured in the search,
-        then when the budget allows no more.
+        The pairs are evaluated at most twice. The first time is when the lead that the search has measured is probably
+        proved by so many pairs. The second time is when the budget is used up.
 
         Args:
             knobs: the setting.

@@ -267,7 +267,10 @@ class Simulator:
         return ReplayGraph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
 
     def _servers(self) -> list[SharedResource]:
-        """Return the resources that operations share: link, processor that sends messages, processors that compute."""
+        """Return the resources for which operations compete: the network link, and the processors.
+
+        On one host, its processors send the messages, too. Between hosts, processors only compute.
+        """
         if self.host is not None:
             return [*link_servers(self.link), self.host.server]
         speed = None if self.contention is None else self.contention.compute_speed

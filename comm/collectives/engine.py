@@ -838,8 +838,9 @@ class EagerEngine:
             return ended
         if isinstance(work, EagerWork):
             self.awaited = work.signature.name, time.monotonic()
-        # Gradients are launched by the training thread, or by an autograd thread while the training thread waits for
-        # the backward pass. So a round in either thread has a fixed place in the order of launches.
+        # In these two threads, this operation may be launched over NCCL, because all ranks launch it at the same place
+        # among their gradients: these are launched by the training thread, or by an autograd thread while the training
+        # thread waits for the backward pass.
         current = threading.current_thread()
         in_program_order = current is self._training_thread or self._in_backward()
         try:

@@ -639,11 +639,14 @@ class AggregatorClient:
 ONE = 1 << 16
 """The number 1.0 in fixed point with 16 fractional bits, the format of logarithms here."""
 
-_NEAREST = 1 << 11  # 1.0 in a table's key: a difference of logarithms, with 5 integer and 11 fractional bits
-_FARTHEST = 31  # difference of base-2 logarithms from which on the smaller summand is negligible
-_SPLIT = 12  # number of low-order mantissa bits that `log_m` ignores: 23 minus 11
+# Keys of the tables are differences of base-2 logarithms, in fixed point with 11 fractional bits. This is 1.0.
+_NEAREST = 1 << 11
+# The smaller of two summands is negligible if their base-2 logarithms differ by at least this number.
+_FARTHEST = 31
+# The table of mantissas ignores this number of the 23 mantissa bits, the lowest ones.
+_SPLIT = 12
 _LN2 = float(np.log(2.0))
-_TINY = -(1 << 30)  # stands for log2(0)
+_TINY = -(1 << 30)  # This number replaces log2(0), which is minus infinity.
 
 
 class Tables:

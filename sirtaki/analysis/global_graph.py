@@ -70,8 +70,8 @@ def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
 def mean_iteration(job: JobModel) -> JobModel:
     """Return the job with a single iteration, whose durations are means over all iterations.
 
-    If a rank's iterations differ in their sequence of pieces (intervals of the training thread), the mean includes only
-    the iterations with the most frequent sequence.
+    A rank's iterations can be averaged if they have the same sequence of pieces (intervals of the training thread). Of
+    iterations with different sequences, only those with the most frequent sequence count.
     """
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[JobOperation]] = defaultdict(list)

@@ -409,7 +409,10 @@ def _both(question: MemoryQuestion, passes: int, numbers: Sequence[int], peak: P
 
 
 def _passes(question: MemoryQuestion) -> Iterator[int]:
-    """Yield the numbers of equal parts into which gradient accumulation can divide the batch of each recorded pass."""
+    """Yield numbers of passes to try: gradient accumulation would replace each recorded pass by so many smaller ones.
+
+    Each number divides the batch, so that the smaller batches are equal. If the batch is unknown, yield powers of two.
+    """
     batch = question.replay.memory.batch
     for passes in range(2, MAX_PASSES + 1):
         if batch % passes == 0 if batch else passes & (passes - 1) == 0:

@@ -552,7 +552,8 @@ class StepWatch:
         """Start torch.profiler.
 
         Args:
-            edges: True to record also data dependencies between operators, until the next call of `mark`.
+            edges: True to also record the data dependencies between operators. They are recorded for the first step
+                only, that is, until `mark` is called.
 
         Raises:
             RecordingError: torch.profiler is already running in this process.

@@ -287,7 +287,8 @@ class PlanSearch:
                 now_s += piece.seconds if piece.phase is Phase.BACKWARD else 0.0
                 end_s |= {i: max(now_s, end_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
             backward_s = max(backward_s, now_s)
-        last_s = max(end_s.values(), default=0.0)  # Time of the flags in the layout, which are never ready.
+        # The layout ends with flags, which are no gradients and have no time. They are sent with the last gradient.
+        last_s = max(end_s.values(), default=0.0)
         ready_s = tuple(end_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
         totals = (1.0,) if job.link is None else job.link.totals
         links = {

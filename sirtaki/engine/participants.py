@@ -281,7 +281,8 @@ class JoinProtocol:
     def announce(self, participant: ActiveReducer, stage: WaitStage) -> None:
         """Record that this rank has reached `stage` in `participant`'s iteration, and announce it to ranks in `join()`.
 
-        Does not poll for messages, because usually no rank is in `join()`. This rank polls while it waits.
+        Does not read messages of other ranks, because that takes time and usually no rank is in `join()`. Messages are
+        read while this rank waits.
         """
         reached = participant.progress.finished, stage
         if stage is WaitStage.FINISH:

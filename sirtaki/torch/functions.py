@@ -163,7 +163,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
                 optimizer.state[param] = restored
 
 
-# `loaded` and `saved` are entries of the optimizer state, of any type.
+# Typed as Any, because an entry of an optimizer's state may have any type.
 def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:
     """Undo the change of dtype or device of one optimizer state entry by PyTorch's `load_state_dict`.
 

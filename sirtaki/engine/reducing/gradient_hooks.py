@@ -136,7 +136,7 @@ class GradientUser(Protocol):
         ...
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Add `part` to the hooks that this optimizer uses. `part` has taken over some parameters of the hooks `of`."""
+        """Let this optimizer use the hooks `part`, too, to which some parameters of its hooks `of` have moved."""
         ...
 
 

@@ -42,11 +42,11 @@ class OptimizerGradients:
     def __init__(
         self, job: Job, members: RankSet, named: Sequence[Named], *, passes: int, options: ReducerOptions
     ) -> None:
-        """Claim the parameters of a new optimizer. Collective over the members.
+        """Register which of the job's gradient hooks reduce the parameters of a new optimizer. Collective.
 
         Args:
             job: job of this process.
-            members: participating ranks, with their control plane.
+            members: ranks over which the optimizer averages, and their communicator for small messages.
             named: all parameters of the optimizer with their names, frozen ones too, the same on all ranks.
             passes: backward passes whose gradients are accumulated before the reduction.
             options: options of the reduction.

@@ -209,7 +209,7 @@ class KnobSearch:
             space: settings that may be chosen.
         """
 
-        # Called only if the session has checked an earlier job's setting without a search of its own.
+        # The session calls this function if it has no search method: it has only checked the setting of an earlier job.
         def make_arm() -> BanditArm:
             self._bandit = self._make_bandit(space, space)
             return self._bandit

@@ -105,9 +105,10 @@ class OverlapArm:
         self._taken_s: dict[OverlapChoice, float] = {}
 
     def expect(self, expected_s: Callable[[Knobs], float]) -> None:
-        """Choose the settings to propose after the tuned one, by their predicted iteration times `expected_s`.
+        """Choose which settings to propose once the tuned setting was measured, and store them.
 
-        Choose at most one setting for each number of streams, because the cost of streams is hard to predict.
+        For each number of streams, the setting with the shortest predicted iteration time `expected_s` is considered.
+        Predictions for different numbers of streams are less exact, so several of them may be chosen.
         """
         best: list[tuple[float, Knobs]] = []
         for streams in self._space.streams:

@@ -635,9 +635,10 @@ class PipelineTarget(TunableTarget[Knobs]):
         return self.model.link_between_hosts(self.knobs.route), usual.between_s
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
-        """Add an iteration's communication time `span_s` to its trend, and report the trend to all ranks.
+        """Watch whether communication has become slower or faster than usual, from an iteration's time `span_s`.
 
-        If all ranks have `agreed` on a change, begin a search, which is collective.
+        Report this rank's finding to the other ranks. If the ranks have `agreed` that it has changed, begin a new
+        search for the fastest setting. The search is collective.
         """
         if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:

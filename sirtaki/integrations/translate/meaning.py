@@ -716,9 +716,10 @@ class RankValues:
         return isinstance(node, cst.Name) and node.value in self._losses
 
     def _decide(self, test: cst.BaseExpression) -> None:
-        """Make the condition `test` equal on all ranks: combine values in it that differ between ranks.
+        """Change the script so that the condition `test` has the same value on all ranks.
 
-        If that is impossible, refuse the script.
+        Values in it that differ between ranks are combined over ranks. If that is impossible, report that the script
+        cannot be translated.
         """
         value = self._value(test)
         if value.own and not self._share(test):
@@ -976,9 +977,9 @@ class RankValues:
         return all(TENSOR_TYPE.fullmatch(self._source.full_name(part)) for part in types)
 
     def _of_slopes(self, call: cst.Call) -> Value:
-        """Return the facts about the result of `torch.autograd.grad`.
+        """Return what is known of the result of a call of `torch.autograd.grad`.
 
-        They are gradients of inputs, one per sample, or gradients of parameters.
+        The result has one gradient for each sample if the call differentiates by inputs, else gradients of parameters.
         """
         outputs, inputs = argument(call, "outputs", 0), argument(call, "inputs", 1)
         if outputs is None or inputs is None:

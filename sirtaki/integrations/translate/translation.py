@@ -568,7 +568,7 @@ class Output:
 
 
 def _opened(call: cst.BaseExpression, where: cst.BaseExpression) -> cst.Call:
-    """Return the call `open(where, …)` in place of `path.open(…)`. The edit chooses another path as `where`."""
+    """Turn the call `path.open(…)` into `open(where, …)`. On ranks other than 0, `where` is another path."""
     assert isinstance(call, cst.Call)
     return call.with_changes(func=cst.Name("open"), args=[cst.Arg(where), *call.args])
 

@@ -835,7 +835,7 @@ class JobMembers:
         self.end: JobEnd | None = None
         self.agents: dict[str, bool] = {}
         self._notified = Change(0)  # Membership changes of which current members were notified.
-        # How the first member that has died since the last elastic restart ended.
+        # End (such as "exited with 1") of the first member that has died since the last elastic restart.
         self._lost = self._notified_lost = ""
         self._failure: tuple[str, RankEnd] | None = None  # The first failure since the last elastic restart.
         # True if a process has completed its work (`_ended_well`), or has failed (`_ended_badly`), before the first
@@ -1220,8 +1220,8 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # Agents of members need the new generation (set of ranks) to start it. Where an agent can replace a lost driver
-        # (launcher process), all agents need it.
+        # Send the new generation (set of ranks) to the agents that start its ranks. If an agent may have to replace a
+        # lost driver (launcher process), send it to all agents, because the replacement must know it.
         hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))

@@ -78,7 +78,10 @@ MESSAGES = 16
 """Number of small all-gathers that are launched at once to measure the cost of one message."""
 
 LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
-"""Sizes in bytes of the tensor that is all-gathered to measure the network: minimum, maximum, and size for latency."""
+"""Sizes in bytes of all-gathered tensors that measure the network.
+
+The bandwidth is measured with at least the first and at most the second size, the latency with the third.
+"""
 
 WORTH_MEMORY = 0.05
 """Smallest fraction of a step's bytes that a larger memory budget must save, so that the log recommends it."""
