@@ -170,10 +170,11 @@ def _rows(
     simulator = model.simulator(space.routes[0])
     alone_s = model.profile.forward_s + model.profile.compute_s
     planned = [(p.arm, p.knobs) for planner in make_planners(space=space, model=model) for p in planner.ask()]
+    given = [knobs.to_plan(model.layout) for _, knobs in settings]
     for planner, knobs in (*settings, *planned):
         plan: CommPlan = knobs.to_plan(model.layout)
         timeline = simulator.run(plan)
-        bias = UNMODELLED + (0.0 if planner in (DEFAULT, KEPT) else OPTIMISM)
+        bias = UNMODELLED + (0.0 if plan in given else OPTIMISM)
         late_s = timeline.iteration_s * math.expm1(bias)
         iteration_s = timeline.iteration_s + late_s
         yield ScalingRow(

@@ -57,9 +57,10 @@ def load_ahead(url_or_path: str | None = None) -> None:
     """
     global _loading
     if _loading is None and not is_yet_to_be_made(url_or_path):
-        _loading = threading.Thread(target=_load, name="sirtaki-registry")
-        _loading.start()
-        os.register_at_fork(before=_loading.join)
+        thread = threading.Thread(target=_load, name="sirtaki-registry")
+        thread.start()
+        _loading = thread
+        os.register_at_fork(before=thread.join)
 
 
 _loading: threading.Thread | None = None

@@ -71,13 +71,13 @@ def install() -> None:
 def report_unused(names: Sequence[str]) -> None:
     """Let rank 0 print at its end which settings had no effect because the script trained without Sirtaki.
 
-    Idempotent. Not collective. Does nothing on the other ranks.
+    Idempotent. Not collective. The other ranks print nothing.
 
     Args:
         names: environment variables of these settings.
     """
     global _unused
-    if _installed or os.environ.get("RANK") != "0":
+    if _installed:
         return
     _unused = _UnusedSettings(names)
     _register_hooks()
@@ -104,7 +104,9 @@ class _UnusedSettings:
         """Note that the script has created a DDP or FSDP2 model."""
         if not self._seen:
             self._seen = True
-            atexit.register(self._print)
+            # Ask the process group, because a launcher's RANK may be that of the node.
+            if sys.modules["torch.distributed"].get_rank() == 0:
+                atexit.register(self._print)
 
     watch_sharded = watch
 

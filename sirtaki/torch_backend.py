@@ -44,9 +44,11 @@ def register() -> None:
             _register()
             if "torch.distributed" not in sys.modules:
                 return
-            if os.environ.get("SIRTAKI_ATTACH", "").strip().lower() == "auto":
+            attach = os.environ.get("SIRTAKI_ATTACH", "").strip().lower()
+            unused = [name for name in RESULTS if os.environ.get(name, "").strip()]
+            if attach == "auto":
                 importlib.import_module("sirtaki.attach").install()
-            elif not os.environ.get("SIRTAKI_ATTACH") and (unused := [name for name in RESULTS if name in os.environ]):
+            elif unused and not attach:
                 importlib.import_module("sirtaki.attach").report_unused(unused)
     except Exception as err:
         logger.debug(

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,20 @@ logger = logging.getLogger(__name__)
 Mixin = TypeVar("Mixin", bound="Distributed")
 
 
+class ReducedForScaler(NamedTuple):
+    """Gradients that a `GradScaler` has reduced over the ranks.
+
+    Attributes:
+        scaler: the `GradScaler`.
+        state: its state of the optimizer when it reduced them.
+        gradients: `.grad` of each parameter after the reduction.
+    """
+
+    scaler: torch.amp.GradScaler
+    state: dict[str, Any]
+    gradients: Sequence[torch.Tensor | None]
+
+
 class Distributed(torch.optim.Optimizer):
     """Base class of distributed optimizers.
 
@@ -35,15 +49,14 @@ class Distributed(torch.optim.Optimizer):
         _detached: reason why the optimizer cannot reduce gradients over the ranks now. Empty if it can.
         _of_training: whether the optimizer was created inside the training function that `elastic.run` repeats.
         _closed: whether `close` was called.
-        _reduced_for: the `GradScaler` that has reduced the gradients since the last step, and its state of this
-            optimizer at that time. None if there is none.
+        _reduced_for: gradients that a `GradScaler` has reduced since the last step. None if there are none.
     """
 
     _wrapped: torch.optim.Optimizer
     _detached = ""
     _of_training = False
     _closed = False
-    _reduced_for: tuple[torch.amp.GradScaler, dict[str, Any]] | None = None
+    _reduced_for: ReducedForScaler | None = None
 
     @property
     def _is_reduced(self) -> bool:
@@ -54,8 +67,7 @@ class Distributed(torch.optim.Optimizer):
         """
         if self._reduced_for is None:
             return False
-        scaler, state = self._reduced_for
-        return scaler._per_optimizer_states.get(id(self)) is state
+        return self._reduced_for.scaler._per_optimizer_states.get(id(self)) is self._reduced_for.state
 
     @property
     def _signature(self) -> str:
@@ -120,7 +132,7 @@ class Distributed(torch.optim.Optimizer):
         if self._reduced_for is not None:
             # The scaler may have unscaled gradients that are dropped here. Reset it, so that it unscales the next
             # gradients, too.
-            self._reduced_for[0]._per_optimizer_states.pop(id(self), None)
+            self._reduced_for.scaler._per_optimizer_states.pop(id(self), None)
             self._reduced_for = None
         for group in self.param_groups:
             for param in group["params"]:

@@ -39,7 +39,7 @@ from sirtaki.machine import finalize
 from sirtaki.uncompiled import something_is_compiled
 
 from .compression import Choice, Compression, Compressor, reduction_options
-from .lasting_optimizers import Distributed, derive, keep, require_attached, require_plain
+from .lasting_optimizers import Distributed, ReducedForScaler, derive, keep, require_attached, require_plain
 from .mpi_ops import Adasum, Average, Max, Sum, allreduce, allreduce_async_, synchronize
 from .overlap import (
     KNOWN,
@@ -151,7 +151,6 @@ class AveragingOptimizer(Distributed):
         _gradients: objects that reduce the gradients (reducers). None on a rank that trains alone or is outside the
             process set.
         _parameter_names: name of each parameter, for messages. Horovod has this attribute, so scripts may read it.
-        _reduced_gradients: `.grad` of each parameter when a `GradScaler` had reduced the gradients.
         _synchronized: whether `synchronize` was called since the last step.
         _should_synchronize: whether `step()` reduces the gradients. False within `skip_synchronize`.
     """
@@ -159,7 +158,6 @@ class AveragingOptimizer(Distributed):
     _recipe: GradientRecipe
     _gradients: OptimizerGradients | None
     _parameter_names: dict[torch.Tensor, str]
-    _reduced_gradients: Sequence[torch.Tensor | None] = ()
     _synchronized: bool
     _should_synchronize: bool
 
@@ -247,7 +245,7 @@ class AveragingOptimizer(Distributed):
             if self._synchronized:
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
-        self._reduced_for, self._reduced_gradients, self._synchronized = None, (), False
+        self._reduced_for, self._synchronized = None, False
         # Set this attribute, because otherwise a learning rate scheduler that was created with the user's optimizer
         # warns.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
@@ -259,12 +257,12 @@ class AveragingOptimizer(Distributed):
         Collective if `GradScaler.update` was called since the scaler has reduced them. Other ranks may have computed
         new gradients then.
         """
-        if self._gradients is None:
+        if self._gradients is None or self._reduced_for is None:
             return True
         if self._is_reduced:
             return self._begun
-        gradients = [id(param.grad) for param in self._parameter_names]
-        new = self._begun or gradients != list(map(id, self._reduced_gradients))
+        gradients = [id(param.grad) for group in self.param_groups for param in group["params"]]
+        new = self._begun or gradients != list(map(id, self._reduced_for.gradients))
         found = allreduce(torch.tensor([float(new)], device="cpu"), op=Max, process_set=self._recipe.process_set)
         return bool(found.item())
 
@@ -273,7 +271,6 @@ class AveragingOptimizer(Distributed):
             if not (self._is_reduced or self._synchronized) or self._begun:
                 self.synchronize()
             self._synchronized = False
-            self._reduced_gradients = [param.grad for param in self._parameter_names]
         return self._should_synchronize
 
     @property
@@ -310,7 +307,7 @@ class AveragingOptimizer(Distributed):
         """
         if self._gradients is not None and not self._gradients.drop():
             raise AssertionError(RACE)
-        self._reduced_for, self._reduced_gradients, self._synchronized = None, (), False
+        self._reduced_for, self._synchronized = None, False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -501,10 +498,12 @@ def _after_reduction(method: Callable[..., Any], *, ends: bool) -> Callable[...,
     def call(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         distributed = optimizer if isinstance(optimizer, Distributed) and self.is_enabled() else None
         if distributed is not None:
-            if distributed._reduced_for is not None and distributed._reduced_for[0] is not self:
+            if distributed._reduced_for is not None and distributed._reduced_for.scaler is not self:
                 distributed._reduced_for = None
             if distributed._reduce_for_scaler():
-                distributed._reduced_for = self, self._per_optimizer_states[id(optimizer)]
+                gradients = [param.grad for group in optimizer.param_groups for param in group["params"]]
+                state = self._per_optimizer_states[id(optimizer)]
+                distributed._reduced_for = ReducedForScaler(self, state, gradients)
         result = method(self, optimizer, *args, **kwargs)
         if distributed is not None and ends:
             # The scaler's step ends the iteration, even if it has skipped the optimizer's `step`.
@@ -669,7 +668,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         if updates.state is IterationState.DEFERRED:
             # The state is DEFERRED if there was no backward pass since the last step.
             updates.drain()
-        plain = closure is None and self._should_synchronize and not (self._synchronized or self._is_reduced)
+        plain = closure is None and self._should_synchronize and not self._synchronized and self._reduced_for is None
         if plain and updates.step():
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
             self._watch_deferred()

@@ -61,8 +61,9 @@ def test_torch_is_imported_without_a_warning_and_without_asking_for_a_gpu() -> N
 
 TRAINS = """
 import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 {more}
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.init_process_group("fake", store=FakeStore(), rank={rank}, world_size=2)
 torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 dist.destroy_process_group()
 """
@@ -70,20 +71,23 @@ dist.destroy_process_group()
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
-    ("more", "given", "told"),
+    ("more", "rank", "given", "told"),
     [
-        ("", {"SIRTAKI_TRIAL_LOG": "log", "RANK": "0"}, True),
-        ("", {"SIRTAKI_TRIAL_LOG": "log", "RANK": "1"}, False),
-        ("", {"SIRTAKI_TRIAL_LOG": "log", "RANK": "0", "SIRTAKI_ATTACH": "0"}, False),
-        ("", {"RANK": "0"}, False),
-        ("import sirtaki.torch", {"SIRTAKI_TRIAL_LOG": "log", "RANK": "0"}, False),
+        ("", 0, {"SIRTAKI_TRIAL_LOG": "log"}, True),
+        ("", 1, {"SIRTAKI_TRIAL_LOG": "log", "RANK": "0"}, False),  # RANK is that of the node
+        ("", 0, {"SIRTAKI_TRIAL_LOG": "log", "SIRTAKI_ATTACH": "0"}, False),
+        ("", 0, {"SIRTAKI_TRIAL_LOG": " "}, False),
+        ("", 0, {}, False),
+        ("import sirtaki.torch", 0, {"SIRTAKI_TRIAL_LOG": "log"}, False),
     ],
 )
 def test_rank_0_reports_a_setting_that_had_no_effect_on_an_unmodified_script(
-    more: str, given: dict[str, str], told: bool
+    more: str, rank: int, given: dict[str, str], told: bool
 ) -> None:
     bare = {name: value for name, value in os.environ.items() if not name.startswith("SIRTAKI_")}
-    script = "import torch, sirtaki.torch_backend\nsirtaki.torch_backend.register()\n" + TRAINS.format(more=more)
+    script = "import torch, sirtaki.torch_backend\nsirtaki.torch_backend.register()\n" + TRAINS.format(
+        more=more, rank=rank
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=bare | given, capture_output=True, text=True, check=True
     )

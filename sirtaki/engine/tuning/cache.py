@@ -262,9 +262,12 @@ class TuningCache:
         self._asked: tuple[Sequence[GradientLayout], KnobSpace] | None = None
         self._own: JobRecord | None = None
         self._disproved: JobRecord | None = None
+        self._has_stored = False  # whether this job has stored a record of its own
         # Records of similar jobs. None = the registry was not searched yet.
         self._neighbours: list[Neighbour] | None = None
         self._found_by: dict[Knobs, str] = {}
+        if settings.registry is not None and "://" in settings.registry:
+            self._memory.load_ahead()  # The look-up in a database needs SQLAlchemy.
         if settings.registry != REGISTRY_OFF:
             self._memory.guard(lambda: self._recorder.start(parameters), None)
 
@@ -285,7 +288,7 @@ class TuningCache:
             self._own = None if job is None else self._memory.entry(job.key)
             return CacheHit() if self._own is None else self._hit_of(self._own, layouts, space)
 
-        hit = self._memory.guard(look, CacheHit()) if self._memory.exists else CacheHit()
+        hit = self._memory.guard(lambda: look() if self._memory.exists else CacheHit(), CacheHit())
         if hit.exact is None or self._own is None or _age_s(self._own) > RENEWED_AFTER_S:
             self._memory.load_ahead()  # for the search for similar jobs, or the new record
         return hit
@@ -454,6 +457,7 @@ class TuningCache:
             record = self._record(job, self._own, result, trials, complete=complete, links=links)
             before = self._disproved
             kept = store.put(record, disproved=before)
+            self._has_stored |= kept
             if kept and before is not None and before.complete and before.key == record.key:
                 # The new record replaces the earlier one. Keep the earlier setting in a second record, for the earlier
                 # condition of the network, because that condition may return.
@@ -467,7 +471,7 @@ class TuningCache:
     def _is_confirmed(self, own: JobRecord, result: SessionResult, trials: Sequence[Trial]) -> bool:
         """Return whether a result confirms this job's record, which is recent, and no other settings were tried."""
         tried, before = ({trial.knobs for trial in some} for some in (trials, own.trials))
-        recent = own.complete and self._disproved is None and _age_s(own) <= RENEWED_AFTER_S
+        recent = own.complete and not self._has_stored and self._disproved is None and _age_s(own) <= RENEWED_AFTER_S
         return recent and result.knobs == own.knobs and tried <= before | {own.knobs}
 
     def _record(

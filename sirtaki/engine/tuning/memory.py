@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 from sirtaki.engine.settings import REGISTRY_OFF
 from sirtaki.errors import CorruptStoreError, RegistryError, in_a_line
 from sirtaki.registry.opening import default_path, is_yet_to_be_made, load_ahead, open_store
-from sirtaki.registry.rows import read_entry
 from sirtaki.registry.schema import EntryKey, JobRecord, Key, StoredSetting
 from sirtaki.registry.warm_start import JobDescription, Neighbour, neighbours
 
@@ -59,6 +58,9 @@ class SettingsMemory:
         if self.exists and (self._url_or_path is None or "://" not in self._url_or_path):
             path = Path(self._url_or_path or default_path())
             try:
+                # Import here, because some builds of Python have no sqlite3.
+                from sirtaki.registry.rows import read_entry
+
                 found = read_entry(path, key)
             except Exception:
                 # The store below repairs a damaged file, and explains any other problem.
@@ -71,7 +73,7 @@ class SettingsMemory:
     def load_ahead(self) -> None:
         """Import the modules for a search in the registry in a background thread, before all ranks wait for them."""
         if not self._off:
-            load_ahead(self._url_or_path)
+            self.guard(lambda: load_ahead(self._url_or_path), None)
 
     def recall(self, kind: type[_R], key: Key, wanted: object, accept: Callable[[_R], _T | None]) -> _T | None:
         """Return `accept(record)` for the stored record most similar to this job that `accept` does not reject.
