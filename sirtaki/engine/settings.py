@@ -206,12 +206,13 @@ class Settings:
             Tuned if not set.
         lossy: compressors that the tuner may try. It keeps them only if they are proved faster. Rank 0's value applies
             to all ranks.
-        sparse: algorithm for the rows of sparse gradients, or auto. Rank 0's value applies to all ranks.
+        sparse: algorithm for the rows of sparse gradients. Not set = auto. Rank 0's value applies to all ranks.
         local_size: number of consecutive ranks per simulated node, to try hierarchical reduction on one machine.
         gloo_interface: network interface for Gloo's connections, or several, comma-separated.
-        control: backend of all messages between ranks except gradients: MPI, or direct connections (mesh).
-        secret: secret of the job, with which ranks that connect without MPI authenticate. Launchers set it. Otherwise
-            rank 0 generates one.
+        control: backend of all messages between ranks except gradients: MPI, or direct connections (mesh). Not set =
+            auto.
+        secret: secret of the job, with which ranks that connect without MPI authenticate. Ray sets it. Otherwise rank 0
+            generates one; in elastic jobs, the launcher does.
         heartbeat_s: seconds without a message after which a rank counts as lost (over MPI: a host). A stopped process,
             or code that holds Python's interpreter lock, sends no message.
         start_timeout_s: seconds that ranks wait for each other at the start, in jobs without MPI.
@@ -219,15 +220,16 @@ class Settings:
         checkpoint_dir: folder for checkpoints of `hvd.elastic` states. The same command resumes from it. All hosts
             should share it. Without it, no checkpoints are written.
         checkpoint_s: minimum seconds between two checkpoints.
-        stall_check: detect missing ranks.
+        stall_check: detect missing ranks. `HOROVOD_STALL_CHECK_DISABLE=1` turns this off.
         stall_warning_s: seconds after which a warning names missing ranks.
         stall_shutdown_s: seconds after which missing ranks are an error. If it is not set, models that are attached to
             a PyTorch process group use that group's `timeout`.
         trial_log: file for one JSON line per trial, on rank 0's host. It is not written for FSDP2 models.
         metrics: port, or address and port, of the Prometheus endpoint of local rank 0. The next local rank uses the
             next port.
-        registry: store of results: a database URL, a file, or "off". Default: a file in the user's cache.
-        unused_as_none: a gradient that no rank has becomes None (as in PyTorch) instead of zeros (as in Horovod).
+        registry: store of results: a database URL, a file, or "off". Not set = `~/.cache/sirtaki/registry.db`.
+        unused_as_none: with the distributed optimizer, a gradient that no rank has becomes None (as in PyTorch) instead
+            of zeros (as in Horovod). With attached models, it is always None.
         overlap_forward: distributed optimizers update each parameter in the next forward pass, before it is read.
             "check" also verifies every read.
         attach: models that Sirtaki attaches without a call in the script, after their first step. auto: DDP and FSDP2
@@ -235,13 +237,14 @@ class Settings:
         flight_entries: capacity of PyTorch's flight recorder. If set, the recorder also has an entry for each large
             tensor over the backend "sirtaki".
         fsdp_memory: bytes per rank that tuned settings of FSDP2 may use above the peak of the untuned setting.
+            Compressed gathers are not counted.
         check_nan: report the rank, parameter and iteration of the first NaN or infinity.
         timeline: file for a Chrome trace. "DYNAMIC": no trace until `start_timeline` opens one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
         profile: folder and options for recording a few iterations after the warm-up. Rank 0's value applies to all
             ranks.
         log_level: level of the `sirtaki` logger, as in `logging`. "trace" also logs each training step.
-        log_time: begin log lines with the time.
+        log_time: begin log lines with the time. `HOROVOD_LOG_HIDE_TIME=1` omits it.
         notes: one line for each Horovod variable that is set but has no effect.
         warnings: one line for each removed variable that is set, with its replacement.
     """
