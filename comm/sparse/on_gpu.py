@@ -14,13 +14,17 @@ after which another rank waits for its GPU.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
 
+from sirtaki.comm.control.failure import caused
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import wait_for_work
+from sirtaki.comm.control.watchdog import PendingWait
 from sirtaki.comm.device import Device, Event, copy_
 from sirtaki.comm.nccl_streams.transport import Opener
 from sirtaki.comm.plan import Algorithm, TransportKind
@@ -28,6 +32,7 @@ from sirtaki.comm.router import Router
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.comm.sparse.worker import CountsWork, RowFormat, Rows, SparseWorker, wide
 from sirtaki.comm.transports.contract import FlatBuffer, Parcels, StreamSpec, Work, scale_
+from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 from sirtaki.measures import ring_bytes
 
@@ -75,13 +80,16 @@ class GpuWork(Work):
             self._device.record_use(self.rows.indices, self.rows.values)
         return True
 
-    def launch(self, router: Router, counts: Sequence[int], factor: float) -> None:
+    def launch(self, router: Router, counts: Sequence[int], factor: float) -> Event | None:
         """Launch the sum over ranks, times `factor`, after the work on the current CUDA stream. Collective.
 
         Args:
             router: sends bytes over NCCL.
             counts: number of rows in each rank's gradient, including duplicates, by rank.
             factor: multiplies the sums.
+
+        Returns:
+            Event behind the sum. None if no rank has rows.
         """
         given, form, device, self._device = self.gradient, self.form, router.device, router.device
         self.gradient = None
@@ -95,7 +103,7 @@ class GpuWork(Work):
         if not bound:
             empty = torch.empty(0, dtype=torch.int64, device=device.torch_device)
             self.rows = Rows(empty, torch.empty(0, form.width, dtype=form.dtype, device=device.torch_device))
-            return
+            return None
 
         @torch.no_grad()
         def act() -> None:
@@ -115,6 +123,7 @@ class GpuWork(Work):
             self._end = device.record_event()
 
         router.transports[ROUTE].run(act, stream=StreamSpec(0))
+        return self._end
 
     def accesses(self) -> tuple[int, int]:
         """Wait for the GPU, and return the sum over ranks of the numbers of different rows, and their union's size."""
@@ -143,6 +152,9 @@ class GpuRows:
         self._router = Router(self._control, timeout_s=timeout_s, device=device, nccl=opener)
         self._router.open_streams(ROUTE, 1)
         self._lock = free_in_forked_children(threading.Lock())
+        # Events before and after the sums that the GPU may still execute. One element per iteration and parameter.
+        self._in_flight: deque[tuple[Event, Event]] = deque()
+        self._stalled: tuple[Event, float] | None = None
         self.begin([], factor=1.0)
 
     def begin(self, order: Sequence[str], *, factor: float) -> None:
@@ -177,6 +189,9 @@ class GpuRows:
 
         Returns:
             False if `interrupted` ended the wait.
+
+        Raises:
+            CommError: the sums could not be launched, or the job has failed.
         """
         assert self._counts is not None
         if not wait_for_work([self._counts], failures=self._control.failures, interrupted=interrupted, blame_s=None):
@@ -197,18 +212,56 @@ class GpuRows:
 
     def _launch_all(self, *, own: bool) -> None:
         """Launch the sums. `own` = the gradients may be written by CUDA streams that autograd has used."""
+        failures = self._control.failures
+        failures.raise_if_failed()
         if self._launched:
             return
         self._launched = True
         assert self._by_rank is not None
-        self.device.enter_thread()
-        with self.device.beside() if own else nullcontext():
-            for counts, name in zip(zip(*self._by_rank, strict=True), self._order, strict=True):
-                self._works[name].launch(self._router, counts, self._factor)
+        try:
+            self.device.enter_thread()
+            while self._in_flight and self.device.is_reached(self._in_flight[0][1]):
+                self._in_flight.popleft()
+            with self.device.beside() if own else nullcontext():
+                computed = self.device.record_event()
+                for counts, name in zip(zip(*self._by_rank, strict=True), self._order, strict=True):
+                    end = self._works[name].launch(self._router, counts, self._factor)
+                    if end is not None:
+                        self._in_flight.append((computed, end))
+        except Exception as err:
+            # Report any error, because the GPUs of other ranks wait for the sums that this rank has not launched.
+            failed = err
+            if not isinstance(failed, CommError):
+                failed = caused(CommError(f"failed to launch the sums of sparse gradients on the GPU: {err!r}"), err)
+            failures.report(failed)
+            raise failed from failed.__cause__
 
     def check(self) -> None:
         """Raise an error if the NCCL communicator has an asynchronous error. Thread-safe, non-blocking."""
         self._router.check()
+
+    def stalled(self) -> PendingWait | None:
+        """Return the oldest sum in flight if the GPU has computed the gradients, so it waits for other ranks.
+
+        Thread-safe.
+        """
+        self.device.enter_thread()
+        reached = self.device.is_reached
+        late = next((one for one in list(self._in_flight) if not reached(one[1])), None)
+        if late is None or not reached(late[0]):
+            self._stalled = None
+            return None
+        if self._stalled is None or self._stalled[0] is not late[1]:
+            self._stalled = late[1], time.monotonic()
+        return PendingWait(what="the rows of sparse gradients", since_s=self._stalled[1])
+
+    def wait_for_device(self) -> None:
+        """Block until the GPU has done all queued work.
+
+        Raises:
+            CommError: the job has failed. All gradients and parameters of the last iterations are undefined.
+        """
+        self._router.wait_for_device()
 
     def accesses(self, works: Sequence[GpuWork]) -> list[tuple[int, int]]:
         """Wait until the GPU has summed the rows of an earlier iteration, and return `GpuWork.accesses` of each.
@@ -284,8 +337,12 @@ def _dense(
     n, width, place = form.n_rows, form.width, router.device.torch_device
     buffer = torch.zeros(n * (width + 1), dtype=form.dtype, device=place)
     summed, touched = buffer[: n * width].view(n, width), buffer[n * width :]
-    total = torch.zeros(n, width, dtype=wide(form.dtype), device=place)
-    summed.copy_(total.index_add_(0, indices, values.to(total.dtype)))
+    if wide(form.dtype) is form.dtype:
+        summed.index_add_(0, indices, values)
+    else:
+        total = torch.zeros(n, width, dtype=wide(form.dtype), device=place)
+        summed.copy_(total.index_add_(0, indices, values.to(total.dtype)))
+        del total  # free the memory before the all-reduce
     touched.index_fill_(0, indices, 1)
     flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
     router.wait_for([router.all_reduce(FlatBuffer(flat), 0, flat.numel(), route=ROUTE, stream=0)])

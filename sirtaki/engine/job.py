@@ -33,6 +33,7 @@ from sirtaki.comm.control.watchdog import MessageBoard, Watchdog
 from sirtaki.comm.device import nccl_owners
 from sirtaki.comm.gradients.pipeline import GradientPipeline
 from sirtaki.comm.modes import outside_modes
+from sirtaki.comm.sparse.on_gpu import GpuRows
 from sirtaki.comm.transports.contract import raise_descriptor_limit
 from sirtaki.engine.autograd import in_backward
 from sirtaki.engine.console import start_logging
@@ -302,9 +303,11 @@ class Job:
             threading.Thread(target=self._end_gpu_waits, name="sirtaki-end", daemon=True).start()
 
     @property
-    def _on_gpus(self) -> list[NcclRanks | GradientPipeline]:
+    def _on_gpus(self) -> list[NcclRanks | GradientPipeline | GpuRows]:
         eager = [engine.rounds.nccl for _, engine in self.rank_sets.engines()]
-        return [*filter(None, eager), *(pipeline for pipeline in self.pipelines if pipeline.device.streams)]
+        dense = [pipeline for pipeline in self.pipelines if pipeline.device.streams]
+        rows = [participant.gpu_rows for participant in self.participants]
+        return [*filter(None, eager), *dense, *filter(None, rows)]
 
     @property
     def pipelines(self) -> list[GradientPipeline]:

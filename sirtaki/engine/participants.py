@@ -23,6 +23,7 @@ from sirtaki.comm.collectives.engine import GLOBAL, RankSets
 from sirtaki.comm.control.waiting import Poll, start_thread, wait_for
 from sirtaki.comm.control.watchdog import MessageBoard, Tag, Watchdog
 from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.sparse.on_gpu import GpuRows
 from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 
@@ -132,6 +133,10 @@ class ActiveReducer(Protocol):
     @property
     def pipeline(self) -> GradientPipeline | None:
         """Return the pipeline that reduces the dense gradients. None if there are no dense gradients. Thread-safe."""
+
+    @property
+    def gpu_rows(self) -> GpuRows | None:
+        """Return the object that reduces the sparse gradients over NCCL. None if NCCL reduces none. Thread-safe."""
 
     @property
     def tuning(self) -> Tuning | None:

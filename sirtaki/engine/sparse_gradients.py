@@ -41,6 +41,7 @@ from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat, SparseLanes, SparseWork, SparseWorker, coalesced
 from sirtaki.comm.transports.contract import scale_
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
+from sirtaki.errors import ConfigError
 from sirtaki.registry.schema import RowsKey, RowsRecord, Skew
 
 from .rows_target import RowsTarget
@@ -227,6 +228,7 @@ class SparseReductions:
     Attributes:
         place: device of the parameters.
         device: GPU on which NCCL reduces the gradients; `HOST` if they are reduced on the host.
+        gpu: object that reduces the gradients over NCCL; None if they are reduced on the host.
     """
 
     def __init__(
@@ -281,10 +283,10 @@ class SparseReductions:
         lanes = SparseLanes(control, timeout_s=timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
         self._worker = SparseWorker(lanes, control.failures, prefix=prefix)
-        self._gpu: GpuRows | None = None
+        self.gpu: GpuRows | None = None
         if opener is not None:
             self.device = gpu
-            self._gpu = GpuRows(control, gpu, opener, self._worker, timeout_s=timeout_s)
+            self.gpu = GpuRows(control, gpu, opener, self._worker, timeout_s=timeout_s)
 
     def _may_use_nccl(self, transport: TransportKind | None) -> bool:
         """Return whether the user's settings let NCCL reduce the gradients, and these are on GPUs. Collective."""
@@ -311,17 +313,17 @@ class SparseReductions:
             if name not in self._targets or self._targets[name].form != form:
                 if name in self._targets:
                     self._controller.abandon(self._targets[name])
-                tries = self._tries and self._gpu is None
+                tries = self._tries and self.gpu is None
                 if tries:
                     self._memory.load_ahead()
                 self._targets[name] = RowsTarget(name, form, self._control, fixed=self._fixed, tries=tries)
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        if self._gpu is None:
+        if self.gpu is None:
             self._worker.begin(self._order)
         else:
-            self._gpu.begin(self._order, factor=self._factor)
+            self.gpu.begin(self._order, factor=self._factor)
 
     @property
     def targets(self) -> dict[str, RowsTarget]:
@@ -362,6 +364,9 @@ class SparseReductions:
             gradient: local gradient of the parameter, sparse or dense.
             version: PyTorch's version counter of `gradient` when it became ready, to detect later changes. None if
                 `gradient` replaces a missing one.
+
+        Raises:
+            ConfigError: NCCL reduces the gradients, and the parameter was moved to another device.
         """
         given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
@@ -369,10 +374,16 @@ class SparseReductions:
         # Update the dtype, because the dtype of the parameter may have changed.
         form = replace(one.form, dtype=given.dtype)
         counts = one.counts.n < LEARNING_ITERATIONS
-        if self._gpu is not None:
+        if self.gpu is not None:
+            if (place := self._params[name].device) != self.device.torch_device:
+                # Raise before `submit`. After it, the other ranks would wait on their GPUs for this rank.
+                raise ConfigError(
+                    f"parameter {name} with sparse gradients is on device {place}, but device "
+                    f"{self.device.torch_device} was expected; move the model before you call DistributedOptimizer()"
+                )
             work = GpuWork(name, given, form, self._fixed, measures=counts)
             self._running[name] = _Running(work, gradient, version)
-            self._gpu.submit(work, given._nnz())
+            self.gpu.submit(work, given._nnz())
             return
         if counts:
             one.looked_up += given._nnz()
@@ -423,7 +434,7 @@ class SparseReductions:
 
         All ranks need the same launch order for a GPU.
         """
-        return self._gpu is not None and self.device.users > 1
+        return self.gpu is not None and self.device.users > 1
 
     def launch(self, interrupted: Interrupted | None) -> bool:
         """On a GPU, launch the reductions of this iteration, whose gradients must all have been started. Collective.
@@ -434,17 +445,12 @@ class SparseReductions:
         Returns:
             False if `interrupted` ended the wait for the other ranks.
         """
-        return self._gpu is None or self._gpu.launch(interrupted)
+        return self.gpu is None or self.gpu.launch(interrupted)
 
     def launch_soon(self) -> None:
         """Like `launch`, but do not wait for the other ranks. Called on a rank without more data (`join()`)."""
-        if self._gpu is not None:
-            self._gpu.launch_soon()
-
-    def check(self) -> None:
-        """Raise an error if NCCL has failed on a GPU. Thread-safe, non-blocking."""
-        if self._gpu is not None:
-            self._gpu.check()
+        if self.gpu is not None:
+            self.gpu.launch_soon()
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
         """Wait until all gradients of this iteration are reduced, and assign them to `.grad`.
@@ -473,7 +479,7 @@ class SparseReductions:
                 unused = self._settings.unused_as_none and param.grad is None and not len(rows)
                 wanted = param.requires_grad and not unused
             if wanted:
-                if self._gpu is None:
+                if self.gpu is None:
                     scale_(rows.values, self._factor)
                 param.grad = torch.sparse_coo_tensor(
                     rows.indices[None].to(param.device),
@@ -481,7 +487,7 @@ class SparseReductions:
                     param.shape,
                     device=param.device,
                     check_invariants=False,
-                    is_coalesced=self._gpu is None,
+                    is_coalesced=self.gpu is None,
                 )
         self._complete = True
         return True
@@ -501,9 +507,9 @@ class SparseReductions:
             return
         self._iterations += 1
         before, watched = self.plans, self.targets
-        if self._gpu is not None:
+        if self.gpu is not None:
             self._end_on_gpu(
-                self._gpu, {name: one.work for name, one in running.items() if isinstance(one.work, GpuWork)}
+                self.gpu, {name: one.work for name, one in running.items() if isinstance(one.work, GpuWork)}
             )
             return
         for name, one in watched.items():
@@ -647,5 +653,5 @@ class SparseReductions:
         self._closed = True
         self._log.close()
         self._worker.close()
-        if self._gpu is not None:
-            self._gpu.close()
+        if self.gpu is not None:
+            self.gpu.close()

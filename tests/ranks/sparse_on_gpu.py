@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 from conformance.training import main
@@ -20,6 +21,7 @@ from sirtaki.comm.transports.contract import HALF_DTYPES
 from sirtaki.engine.job import current
 from sirtaki.engine.reducing.sharing import reducers_of
 from sirtaki.engine.tuning import plans
+from sirtaki.errors import ConfigError
 
 plans.MATRIX, plans.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # small probes, because there is no GPU to fill
 CUDA = FakeCuda(index=1)
@@ -236,6 +238,83 @@ def ranks_join_at_different_steps() -> None:
         CUDA.check()
         for optimizer in optimizers:
             optimizer.close()
+
+
+def a_parameter_may_not_be_moved() -> None:
+    if not OVER_NCCL:
+        return
+    model = Model(1, dense=False).to("cuda")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for step in range(6):
+        if step == 5:
+            model.to("cpu")
+        optimizer.zero_grad()
+        rows = torch.tensor([hvd.rank(), step]).to("cuda" if step < 5 else "cpu")
+        loss = model.tables[0](rows).sum()
+        if step < 5:
+            loss.backward()
+            optimizer.step()
+        else:
+            with pytest.raises(
+                ConfigError, match=r"parameter tables\.0\.weight with sparse gradients is on device cpu"
+            ):
+                loss.backward()
+        CUDA.next_iteration()
+    optimizer.close()
+
+
+def all_ranks_reopen_their_rows_if_one_has_moved_its_parameters() -> None:
+    model = Model(1, dense=False).to("cuda")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Sum)
+    (reducer,) = (each for each in reducers_of(current()) if not each.closed)
+    for step in range(8):
+        if step == 4:
+            before = reducer.sparse.rows
+            assert before is not None
+            if hvd.rank() == 1:
+                before.place = torch.device("cuda", 0)  # as if the parameters had been on another GPU
+            reducer.attach(reducer.named)
+            assert reducer.sparse.rows is not before
+        optimizer.zero_grad()
+        model.tables[0](torch.tensor([hvd.rank(), step + 10], device="cuda")).sum().backward()
+        optimizer.step()
+        CUDA.next_iteration()
+        gradient = summed(model.tables[0].weight).to_dense()
+        assert gradient[:, 0].nonzero()[:, 0].tolist() == [*range(hvd.size()), step + 10]
+        assert gradient[step + 10, 0] == hvd.size()
+    CUDA.check()
+    optimizer.close()
+
+
+def the_job_knows_sums_in_flight() -> None:
+    """An elastic job waits for them in `commit()`, and its watchdog reports that the GPU waits for other ranks."""
+    if not OVER_NCCL:
+        return
+    # With two optimizers on a GPU, sums are launched in `step()`.
+    models = [Model(1, dense=False).to("cuda") for _ in range(2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(*batch_of(hvd.rank(), step, 1, torch.float32, "cuda")).backward()
+        torch.cuda.synchronize()
+        for optimizer in optimizers:
+            optimizer.step()
+        CUDA.next_iteration()
+    assert not current().pipelines
+    rows = next(each.gpu_rows for each in reducers_of(current()))
+    waits = rows.stalled()
+    assert waits is not None
+    assert rows.stalled() == waits
+    end = torch.cuda.Event()
+    end.record()
+    assert not end.query()
+    current().wait_for_gpus()
+    assert end.query()
+    assert rows.stalled() is None
+    CUDA.check()
+    for optimizer in optimizers:
+        optimizer.close()
 
 
 def rows_and_algorithm_are_reported() -> None:

@@ -53,6 +53,7 @@ from sirtaki.comm.gradients.buffers import Reduction
 from sirtaki.comm.gradients.pipeline import EVERY, GradientPipeline
 from sirtaki.comm.gradients.state import IterationState
 from sirtaki.comm.modes import outside_changes
+from sirtaki.comm.sparse.on_gpu import GpuRows
 from sirtaki.engine.autograd import when_backward_ends
 from sirtaki.errors import CommError, GradientError
 from sirtaki.machine import free_in_forked_children, in_forked_children
@@ -845,6 +846,11 @@ class GradientHooks:
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def gpu_rows(self) -> GpuRows | None:
+        """Object that reduces the sparse gradients over NCCL. None if NCCL reduces none."""
+        return None if (rows := self.sparse.rows) is None else rows.gpu
+
+    @property
     def pending(self) -> bool:
         """True if a reduction has received gradients of this iteration."""
         pipeline, rows = self.pipeline, self._rows
@@ -921,14 +927,16 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
     # Read each attribute of the hooks once, because the training thread may replace it meanwhile.
     waiting, iteration, pipeline, tuning = hooks.progress.waiting, 0, hooks.pipeline, hooks.tuning
     since_s = None if waiting is None else waiting[1]
-    if (rows := hooks._rows) is not None:
+    if (rows := hooks.gpu_rows) is not None:
         rows.check()
     if pipeline is not None and tuning is not None:
         tuning.router.check()
         iteration = pipeline.iteration
         if since_s is None and (stalled := pipeline.in_flight.stalled()):
             iteration, since_s = stalled
-    return None if since_s is None else PendingWait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+    if since_s is not None:
+        return PendingWait(what=f"the gradients of iteration {iteration}", since_s=since_s)
+    return None if rows is None else rows.stalled()
 
 
 def _progress_of(this: weakref.ref[GradientHooks], participants: ActiveReducers) -> str:

@@ -58,9 +58,13 @@ class KnownSparse:
         place = (
             places.pop() if len(places) == 1 else torch.device("cpu")
         )  # rows of several devices are sent by the host
-        if sparse and self.rows is not None and self.rows.place != place:
-            self.rows.close()
-            self.rows = None
+        if sparse and self.rows is not None:
+            # All ranks reopen the object if any rank's parameters were moved, because opening it is collective.
+            moved = self._control.maximum(np.array([float(self.rows.place != place)]))[0] > 0
+            if moved:
+                self.rows.close()
+                self.rows = None
+                self._control.reclaim()
         if sparse and self.rows is None:
             self.rows = self._open_rows(place)
         if self.rows is not None:
