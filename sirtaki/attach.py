@@ -22,7 +22,6 @@ If PyTorch does not call entry points (`TORCH_DEVICE_BACKEND_AUTOLOAD=0`), `sirt
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import importlib.abc
 import os
@@ -106,7 +105,9 @@ class _UnusedSettings:
             self._seen = True
             # Ask the process group, because a launcher's RANK may be that of the node.
             if sys.modules["torch.distributed"].get_rank() == 0:
-                atexit.register(self._print)
+                from sirtaki.machine import at_exit
+
+                at_exit(self._print)
 
     watch_sharded = watch
 

@@ -532,7 +532,7 @@ END_S = 2.0
 """Seconds for which `SparseWorker.close` waits for the end of its thread."""
 
 
-class LaneWork(ThreadWork):
+class RowsWork(ThreadWork):
     """Work that `SparseWorker` performs over its streams (connections).
 
     Attributes:
@@ -546,7 +546,7 @@ class LaneWork(ThreadWork):
         raise NotImplementedError
 
 
-class CountsWork(LaneWork):
+class CountsWork(RowsWork):
     """An all-gather of integers, in flight."""
 
     def __init__(self, name: str, counts: Sequence[int], gathered: Callable[[list[list[int]]], None]) -> None:
@@ -559,7 +559,7 @@ class CountsWork(LaneWork):
         self._gathered(lanes.gather_counts(self._counts))
 
 
-class SparseWork(LaneWork):
+class SparseWork(RowsWork):
     """Sum over ranks of one parameter's sparse gradient, in flight.
 
     Attributes:
@@ -611,8 +611,8 @@ class SparseWorker:
         self._lock = free_in_forked_children(threading.Lock())
         self._order: list[str] = []
         self._next = 0
-        self._early: dict[str, LaneWork] = {}
-        self._works: queue.SimpleQueue[LaneWork | None] = queue.SimpleQueue()
+        self._early: dict[str, RowsWork] = {}
+        self._works: queue.SimpleQueue[RowsWork | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sirtaki-sparse", daemon=True)
         start_thread(self._thread)
 
@@ -625,7 +625,7 @@ class SparseWorker:
             self._order, self._next = list(order), 0
             self._early.clear()
 
-    def submit(self, work: LaneWork) -> None:
+    def submit(self, work: RowsWork) -> None:
         """Queue a sparse gradient. It is summed after the gradients before it in the order of `begin`.
 
         Thread-safe, non-blocking.

@@ -40,6 +40,9 @@ class LonelyRouter:
         buffer.tensor[start:stop].mul_(self._ranks * how["scale"])
         return NOTHING_TO_DO
 
+    def wait_for_device(self) -> None:
+        self.device.synchronise()
+
     def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
         return all(work.wait(0.0) for work in works) and not (interrupted and interrupted())
 

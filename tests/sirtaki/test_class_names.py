@@ -15,6 +15,7 @@ LARGER = {
     "ControlPlane": "it has a method for each kind of collective operation, as MPI's communicators have",
     "GradientPipeline": "hooks report gradients to it, optimizers end its iterations, and the tuner changes its plans",
     "Device": "it stands for all that CUDA's streams, events and memory offer, with a host that has none of them",
+    "CudaDevice": "it overrides nearly all methods of Device",
     "Source": "it answers questions about the syntax of a script, one a method",
 }
 """Classes that have more, and why."""
