@@ -263,7 +263,9 @@ class AveragingOptimizer(Distributed):
             return self._begun
         gradients = [id(param.grad) for group in self.param_groups for param in group["params"]]
         new = self._begun or gradients != list(map(id, self._reduced_for.gradients))
-        found = allreduce(torch.tensor([float(new)], dtype=torch.float32, device="cpu"), op=Max, process_set=self._recipe.process_set)
+        found = allreduce(
+            torch.tensor([float(new)], dtype=torch.float32, device="cpu"), op=Max, process_set=self._recipe.process_set
+        )
         return bool(found.item())
 
     def _reduce_for_scaler(self) -> bool:
